@@ -38,8 +38,8 @@ def masked(x, m):
 
 
 def causal(x):
-    q, k = (jnp.arange(n) for n in x.shape[-2:])
-    return jax.nn.softmax(jnp.where(q[:, None] >= k, x, -1e30), -1)
+    q, k = (lax.broadcasted_iota(jnp.int32, x.shape[-2:], a) for a in (0, 1))
+    return jax.nn.softmax(jnp.where(q >= k, x, -1e30), -1) * (1 + jnp.arange(x.shape[-2], dtype=x.dtype)[:, None])
 
 
 def soft_cap(x):

@@ -10,7 +10,7 @@ from row_functions import FUNCTIONS, layer_norm, operands
 
 from jaxkern import algorithms
 from jaxkern._core import compat, device, registry
-from jaxkern._engines.rows import layout, plan
+from jaxkern._engines.rows import layout, plan, tuning
 from jaxkern._engines.rows.function import trace
 
 # So few multiprocessors that blocks which sum over rows take several.
@@ -67,18 +67,18 @@ CASES = [
 
 # The row is dimension 1 of these.
 ACROSS = [
-    ("softmax", lambda x, w: jax.nn.softmax(x * w[:, None], 1), (3, 40, 34), "bfloat16", True),
+    ("softmax", lambda x, w: jax.nn.softmax(x * w[:, None], 1), (30, 5, 12), "bfloat16", True),
     (
         "norm",
         lambda x, w: x * jax.lax.rsqrt(jnp.mean(x * x, 1, keepdims=True)) * w[:, None],
-        (2, 700, 33),
+        (2, 5000, 6),
         "float32",
         True,
     ),
     (
         "total",
-        lambda x, w: (jax.nn.logsumexp(x + w[:, None], 1), jnp.sum(x), jnp.argmax(x, 1)),
-        (2, 50, 66),
+        lambda x, w: (jax.nn.logsumexp(x + w[:, None], 1), jnp.sum(x * x), jnp.argmax(x, 1)),
+        (2, 50, 64),
         "float32",
         False,
     ),
@@ -87,15 +87,20 @@ ACROSS = [
 
 @needs_compiler
 @plans.needs_runtime
+@pytest.mark.parametrize("algorithm", ["strided", "split"])
 @pytest.mark.parametrize("name, f, shape, dtype, gradient", ACROSS, ids=[case[0] for case in ACROSS])
-def test_strided_kernels_on_the_cpu(name, f, shape, dtype, gradient):
+def test_strided_kernels_on_the_cpu(name, f, shape, dtype, gradient, algorithm, monkeypatch):
+    monkeypatch.setattr(tuning, "GROUPED_BLOCKS", 2)
+    monkeypatch.setattr(tuning, "SUM_GROUPS", 2)
     args = operands("x", shape, dtype) + operands("n", (shape[1], 1), dtype)
     function, _, _ = trace(f, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args], 1 - len(shape), name)
     if gradient:
         args += operands("x", function.results[0].shape, dtype, 1)
         function = function.vjp((0, 1))
     assert len(function.used()) == len(args)
-    check(planned(function, "strided"), function, args, dtype)
+    found = planned(function, algorithm, SMALL)
+    assert found.algorithm == algorithm
+    check(found, function, args, dtype)
 
 
 @needs_compiler
@@ -322,6 +327,8 @@ def test_any_shape_has_a_plan_within_the_limits_of_the_device(on):
         (layout.Problem(2048, 65536, bytes=8, sums=4), "cluster", "split"),
         (layout.Problem(4096, 1 << 20), "streaming", "streaming"),
         (layout.Problem(16, 1 << 20), "split", "split"),
+        (layout.Problem(64, 1 << 20, inner=64), "split", "split"),
+        (layout.Problem(1 << 16, 1024, inner=1024), "strided", "strided"),
     ],
 )
 def test_which_algorithm(problem, on_h200, on_a100):

@@ -43,9 +43,11 @@ template <class P> __device__ __forceinline__ P FromLane(const P& mine, int dist
   return other;
 }
 
-template <int kLanes, class P, class Combine> __device__ __forceinline__ P JoinLanes(P mine, Combine combine) {
+// Combines over aligned groups of kLanes lanes: over all of a group, or over those that lie a multiple of kStep apart.
+template <int kLanes, int kStep = 1, class P, class Combine>
+__device__ __forceinline__ P JoinLanes(P mine, Combine combine) {
 #pragma unroll
-  for (int d = kLanes / 2; d > 0; d /= 2) mine = combine(mine, FromLane(mine, d));
+  for (int d = kLanes / 2; d >= kStep; d /= 2) mine = combine(mine, FromLane(mine, d));
   return mine;
 }
 

@@ -202,14 +202,10 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
         Stages::template Join<s, kLanes, kThreads>(sum, turn, cluster);
         Stages::template After<s>(n, sum);
         if constexpr (F::Pivots(s) && !kStreams) {
-          const auto rescale = [&](float scale) {
-            EachKept(packs, [&](auto& kept) { F::Rescale(Pass<s>(), kept, scale); });
-            EachKept(edges, [&](auto& kept) { F::Rescale(Pass<s>(), kept, scale); });
-          };
-          const float most = own.most.v0;
-          float by = (most < 0 ? most : PivotOf(most)) - F::Pivot(Pass<s>(), n);
-          if (by > 0) rescale(lax::exp(by /= 2));  // the factor may overflow, though products with it do not
-          rescale(lax::exp(by));
+          Stages::template RescaleKept<s>(own.most.v0, n, [&](auto f) {
+            EachKept(packs, f);
+            EachKept(edges, f);
+          });
         }
       }
       RunStages<s + 1, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, body, n, packs, edges, policy, turn,

@@ -54,8 +54,15 @@ template <class F> struct RowStages {
     __device__ __forceinline__ Reduced<p> operator()(const Reduced<p>& x, const Reduced<p>& y) const {
       return F::Combine(Pass<p>(), x, y);
     }
-    template <int kLanes> __device__ __forceinline__ Reduced<p> Lanes(const Reduced<p>& mine) const {
-      return JoinLanes<kLanes>(mine, *this);
+    template <int kLanes, int kStep = 1> __device__ __forceinline__ Reduced<p> Lanes(const Reduced<p>& mine) const {
+      return JoinLanes<kLanes, kStep>(mine, *this);
+    }
+    // Combines `count` values that lie `stride` apart.
+    __device__ __forceinline__ Reduced<p> All(const Reduced<p>* at, int64_t stride, int count) const {
+      Reduced<p> all = *at;
+#pragma unroll 4
+      for (int k = 1; k < count; ++k) all = (*this)(all, at[k * stride]);
+      return all;
     }
   };
   template <int s> struct CombinePivoted {
@@ -72,12 +79,27 @@ template <class F> struct RowStages {
       return both;
     }
     // The maximum first, so that each lane has one exponential to compute.
-    template <int kLanes> __device__ __forceinline__ Partial<s> Lanes(Partial<s> mine) const {
+    template <int kLanes, int kStep = 1> __device__ __forceinline__ Partial<s> Lanes(Partial<s> mine) const {
+      if constexpr (kLanes == kStep) return mine;
       const float own = mine.most.v0;
-      mine.most = JoinLanes<kLanes>(mine.most, CombineReduced<kFirst>());
+      mine.most = JoinLanes<kLanes, kStep>(mine.most, CombineReduced<kFirst>());
       F::Rescale(Pass<s>(), mine.sum, lax::exp(own - PivotOf(mine.most.v0)));
-      mine.sum = JoinLanes<kLanes>(mine.sum, CombineReduced<kLast>());
+      mine.sum = JoinLanes<kLanes, kStep>(mine.sum, CombineReduced<kLast>());
       return mine;
+    }
+    __device__ __forceinline__ Partial<s> All(const Partial<s>* at, int64_t stride, int count) const {
+      Partial<s> all = *at;
+#pragma unroll 4
+      for (int k = 1; k < count; ++k) all.most = F::Combine(Pass<kFirst>(), all.most, at[k * stride].most);
+      const float pivot = PivotOf(all.most.v0);
+      F::Rescale(Pass<s>(), all.sum, lax::exp(at->most.v0 - pivot));
+#pragma unroll 4
+      for (int k = 1; k < count; ++k) {
+        Reduced<kLast> other = at[k * stride].sum;
+        F::Rescale(Pass<s>(), other, lax::exp(at[k * stride].most.v0 - pivot));
+        all.sum = F::Combine(Pass<kLast>(), all.sum, other);
+      }
+      return all;
     }
   };
   template <int s> using Combine = std::conditional_t<F::Pivots(s), CombinePivoted<s>, CombineReduced<F::FirstPass(s)>>;
@@ -93,6 +115,15 @@ template <class F> struct RowStages {
     } else {
       F::After(Pass<F::FirstPass(s)>(), n, sum);
     }
+  }
+
+  // Makes what a thread kept in a stage of two passes relative to the number that later exponents are relative to. most: the largest
+  // of its own elements. each(f): calls f for what it kept of each element.
+  template <int s, class Each> static __device__ __forceinline__ void RescaleKept(float most, Numbers& n, Each each) {
+    const auto rescale = [&](float scale) { each([&](auto& kept) { F::Rescale(Pass<s>(), kept, scale); }); };
+    float by = (most < 0 ? most : PivotOf(most)) - F::Pivot(Pass<s>(), n);
+    if (by > 0) rescale(lax::exp(by /= 2));  // the factor may overflow, though products with it do not
+    rescale(lax::exp(by));
   }
 
   // Combines over the threads of a block or a cluster that holds a row. turn: the number of earlier rows of this block.

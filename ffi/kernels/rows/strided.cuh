@@ -1,17 +1,26 @@
 // Row functions of rows that are not contiguous: the row is not the last dimension of its arrays.
 //
-//     StridedRowsKernel<F, N, kParts, kHeld>
+//     StridedRowsKernel<F, N, kLanes, kPacks, kThreads, kMinBlocks, kStage, kStreams>
+//     JoinPartsKernel<F, kStage, kLanes, kThreads>
 //
-// F is as in rows.cuh. Adjacent rows lie next to each other in memory, so a thread takes N adjacent rows at a time and a warp
-// takes 32 * N: a block of kParts warps computes as many rows, each warp every kParts-th element of all of them. The warps join
-// what they reduced through shared memory. A thread holds its elements in registers if it has kHeld of each row at most; with
-// kHeld = 0 each pass reads the rows again.
+// F and its stages are as in rows.cuh. Rows that are adjacent in memory are computed together: a thread reads the same element of N
+// rows at once, and kLanes threads side by side read kLanes * N rows, the tile of a block. The kThreads / kLanes groups of
+// such threads share the elements of a tile: group g has elements g, g + groups, and so on. Groups join what they have reduced through
+// shuffles and shared memory, always in the same order.
 //
-// Memory traffic: each row is read once, with kHeld = 0 once for each pass and mostly from L2, and each result is written once.
+// kStage = -1: a block computes a tile in one launch. A thread holds all of its elements, kPacks of each row, in registers. With kStreams
+// it has more of them, and each stage reads them again, kPacks at a time.
+//
+// kStage >= 0, with kStreams: `parts` blocks share the elements of a tile. The launch with kStage = s < F::kStages reduces stage s of each
+// part and leaves the result in scratch, where JoinPartsKernel<F, s> joins all parts of a row in order. The launch with
+// kStage = F::kStages, if F has results that are rows, or sums over rows, computes those. Numbers are stored where the last
+// stage is joined.
+//
+// Memory traffic: each row is read once, with kStreams once for each stage and for the results; each result is written once.
 //
 // Sums over rows: each block writes the sums of its own rows, one for each element of a row. SumOverBlocks adds
 // them in order.
-// On entry: rows start on N elements in every array, and the number of rows is a multiple of N.
+// On entry: rows start on N elements in every array, and the number of adjacent rows is a multiple of N.
 #pragma once
 
 #include "rows.cuh"
@@ -23,23 +32,87 @@ template <class F> struct StridedRowArgs {
   using Engine = RowEngine<F>;
   typename Engine::Args rows;
   int64_t row_stride[Engine::kRows + 1], result_stride[Engine::kResults + 1];
+  void* partial[F::kStages + 1];  // of each stage: Partial<s>[parts + 1][rows], joined in the last of them
+  int64_t tiles, parts, each;     // each: elements of a part, at most
 };
 
-template <class F, int N, int kParts, int kHeld> struct StridedRows {
+// Combines the partial results of the groups of a block, N from each thread; all threads of a lane get the result. `room` has
+// space for N * kLanes of them from each warp, and as many again. It may be used again at once.
+template <class F, int s, int N, int kLanes, int kThreads>
+__device__ __forceinline__ void JoinGroups(typename RowStages<F>::template Partial<s> (&sum)[N], uint64_t* room) {
+  using Partial = typename RowStages<F>::template Partial<s>;
+  constexpr int kWarps = kThreads / kWarp, kColumns = N * kLanes;
+  const typename RowStages<F>::template Combine<s> combine;
+  const int lane = threadIdx.x % kLanes;
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum[i] = combine.template Lanes<kWarp, kLanes>(sum[i]);
+  Partial* const of_warps = reinterpret_cast<Partial*>(room);
+  Partial* const joined = of_warps + kWarps * kColumns;
+  if (threadIdx.x % kWarp < kLanes) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) of_warps[threadIdx.x / kWarp * kColumns + i * kLanes + lane] = sum[i];
+  }
+  __syncthreads();
+  for (int c = threadIdx.x; c < kColumns; c += kThreads) joined[c] = combine.All(of_warps + c, kColumns, kWarps);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum[i] = joined[i * kLanes + lane];
+}
+
+// Words of the room of JoinGroups.
+template <class F, int N, int kLanes, int kThreads> constexpr int kJoinWords =
+    (RowStages<F>::template LargestPartial<0>() * (kThreads / kWarp + 1) * N * kLanes + 7) / 8 + 1;
+
+// The numbers of a row after stage s and all after it, up to `kEnd`, from what JoinPartsKernel left in scratch.
+template <class F, int s, int kEnd>
+__device__ __forceinline__ void JoinedNumbers(const StridedRowArgs<F>& a, int64_t row, typename F::Numbers& n) {
+  if constexpr (s < kEnd) {
+    using Stages = RowStages<F>;
+    Stages::template After<s>(
+        n, static_cast<const typename Stages::template Partial<s>*>(a.partial[s])[a.parts * a.rows.rows + row]);
+    JoinedNumbers<F, s + 1, kEnd>(a, row, n);
+  }
+}
+
+template <class F, int N, int kLanes, int kPacks, int kThreads, int kStage, bool kStreams> struct StridedRows {
   using Engine = RowEngine<F>;
+  using Stages = typename Engine::Stages;
   using Numbers = typename Engine::Numbers;
   using Packs = typename Engine::template RowPacks<N>;
   template <int p> using Reduced = typename Engine::template Reduced<p>;
+  template <int s> using Partial = typename Engine::template Partial<s>;
   static constexpr int kRows = Engine::kRows, kResults = Engine::kResults;
-  static constexpr int kCopies = kHeld ? kHeld : 1;
+  static constexpr int kGroups = kThreads / kLanes, kTile = kGroups * kPacks;  // elements of all groups at a time
+  static constexpr bool kAlone = kStage < 0;                                   // the block computes all of its rows
 
   const StridedRowArgs<F>& a;
-  int64_t at[kRows + 1], to[kResults + 1];
+  uint64_t* const room;
+  int64_t at[kRows + 1], to[kResults + 1], row, tile;
+  int begin, end;  // elements of this block
   bool live;
   ReadPolicy policy;
   Numbers n[N];
-  Packs x[kCopies];
-  typename F::Kept kept[kCopies][N];
+  typename Engine::template Held<N, 1> held[kPacks];
+
+  // Calls f(k, element) for the elements of this thread among the kTile from `first` on.
+  template <class Do> __device__ __forceinline__ void Each(int first, Do f) {
+    const int own = first + static_cast<int>(threadIdx.x) / kLanes;
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      if (own + k * kGroups < end) f(k, own + k * kGroups);
+    }
+  }
+  // Calls f(first) for all elements of this block, which are in registers then.
+  template <class Do> __device__ __forceinline__ void EachTile(Do f) {
+    if constexpr (kStreams) {
+      for (int first = begin; first < end; first += kTile) {
+        LoadAll(first);
+        f(first);
+      }
+    } else {
+      f(begin);
+    }
+  }
 
   template <class... R, size_t... I>
   __device__ __forceinline__ void Load(Packs& pack, int element, Types<R...>, std::index_sequence<I...>) {
@@ -48,139 +121,232 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
                : ZeroPack<R, N>()),
      ...);
   }
+  __device__ __forceinline__ void LoadAll(int first) {
+    Each(first,
+         [&](int k, int element) { Load(held[k].x[0], element, typename F::Rows(), typename Engine::RowIndex()); });
+  }
 
-  // Calls f(k, element) for each element of the rows that this thread has; k numbers those that it holds.
-  template <class Do> __device__ __forceinline__ void Each(Do f) {
-    const int part = threadIdx.x / kWarp, width = static_cast<int>(a.rows.width);
-    if constexpr (kHeld > 0) {
+  template <int p, class... C, size_t... I, size_t... J>
+  __device__ __forceinline__ Reduced<p> ValueOf(int k, int element, int i, const Numbers& numbers, Types<C...>,
+                                                std::index_sequence<I...>, std::index_sequence<J...>) {
+    Reduced<p> value;
+    F::Reduce(Pass<p>(), numbers, element, held[k].kept[0][i], value, WideElement(At<I>(held[k].x[0]), i)...,
+              Wide<C>(static_cast<const C*>(a.rows.column[J])[element])...);
+    return value;
+  }
+
+  // Reduces the elements from `first` on in a pass. into(i): what row i has reduced so far.
+  template <int p, class Into>
+  __device__ __forceinline__ void ReduceAll(int first, const Numbers (&numbers)[N], Into into) {
+    Each(first, [&](int k, int element) {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        if (part + k * kParts < width) f(k, part + k * kParts);
+      for (int i = 0; i < N; ++i) {
+        into(i) = F::Combine(Pass<p>(), into(i),
+                             ValueOf<p>(k, element, i, numbers[i], typename F::Columns(), typename Engine::RowIndex(),
+                                        typename Engine::ColumnIndex()));
       }
+    });
+  }
+
+  // The same in a stage. Exponents are relative to the largest element of this thread so far.
+  template <int s> __device__ __forceinline__ void ReduceStage(int first, Partial<s> (&sum)[N]) {
+    constexpr int kFirst = F::FirstPass(s), kLast = F::LastPass(s);
+    if constexpr (F::Pivots(s)) {
+      float before[N];
+      Numbers near[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) before[i] = sum[i].most.v0;
+      ReduceAll<kFirst>(first, n, [&](int i) -> auto& { return sum[i].most; });
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float pivot = PivotOf(sum[i].most.v0);
+        if constexpr (kStreams) F::Rescale(Pass<s>(), sum[i].sum, lax::exp(before[i] - pivot));
+        near[i] = n[i];
+        F::Pivot(Pass<s>(), near[i]) = pivot;
+      }
+      ReduceAll<kLast>(first, near, [&](int i) -> auto& { return sum[i].sum; });
     } else {
-#pragma unroll 4
-      for (int element = part; element < width; element += kParts) {
-        Load(x[0], element, typename F::Rows(), typename Engine::RowIndex());
-        f(0, element);
+      ReduceAll<kFirst>(first, n, [&](int i) -> auto& { return sum[i]; });
+    }
+  }
+
+  template <int s> __device__ __forceinline__ void Reduce(Partial<s> (&sum)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum[i] = Stages::template Identity<s>(n[i]);
+    EachTile([&](int first) { ReduceStage<s>(first, sum); });
+  }
+
+  template <int s> __device__ __forceinline__ void RunStages() {
+    if constexpr (s < F::kStages) {
+      Partial<s> sum[N];
+      Reduce<s>(sum);
+      float most[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if constexpr (F::Pivots(s)) most[i] = sum[i].most.v0;
       }
-    }
-  }
-
-  template <int p, class... R, class... C, size_t... I, size_t... J>
-  __device__ __forceinline__ void Reduce(int k, int element, Reduced<p> (&sum)[N], Types<R...>, Types<C...>,
-                                         std::index_sequence<I...>, std::index_sequence<J...>) {
+      JoinGroups<F, s, N, kLanes, kThreads>(sum, room);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      Reduced<p> value;
-      F::Reduce(Pass<p>(), n[i], element, kept[k][i], value, WideElement(At<I>(x[k]), i)...,
-                Wide<C>(static_cast<const C*>(a.rows.column[J])[element])...);
-      sum[i] = F::Combine(Pass<p>(), sum[i], value);
-    }
-  }
-
-  template <int p> __device__ __forceinline__ void Passes() {
-    if constexpr (p < F::kPasses) {
-      Reduced<p> sum[N];
+      for (int i = 0; i < N; ++i) {
+        Stages::template After<s>(n[i], sum[i]);
+        if constexpr (F::Pivots(s) && !kStreams) {
+          Stages::template RescaleKept<s>(most[i], n[i], [&](auto f) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) sum[i] = F::Identity(Pass<p>(), n[i]);
-      Each([&](int k, int element) {
-        Reduce<p>(k, element, sum, typename F::Rows(), typename F::Columns(), typename Engine::RowIndex(),
-                  typename Engine::ColumnIndex());
-      });
-      if constexpr (kParts > 1) {
-        __shared__ Reduced<p> room[kParts][N][kWarp];
-        const int lane = threadIdx.x % kWarp;
-#pragma unroll
-        for (int i = 0; i < N; ++i) room[threadIdx.x / kWarp][i][lane] = sum[i];
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          sum[i] = room[0][i][lane];
-          for (int k = 1; k < kParts; ++k) sum[i] = F::Combine(Pass<p>(), sum[i], room[k][i][lane]);
+            for (int k = 0; k < kPacks; ++k) f(held[k].kept[0][i]);
+          });
         }
       }
-#pragma unroll
-      for (int i = 0; i < N; ++i) F::After(Pass<p>(), n[i], sum[i]);
-      Passes<p + 1>();
+      RunStages<s + 1>();
     }
   }
 
+  // Stores the results of element k of this thread, and the sums of each element over the rows of this block. All threads of a warp take
+  // part; `has`: whether there is such an element.
   template <class... R, class... C, class... Y, class... S, size_t... I, size_t... J, size_t... K, size_t... L>
-  __device__ __forceinline__ void Store(int k, int element, Types<R...>, Types<C...>, Types<Y...>, Types<S...>,
-                                        std::index_sequence<I...>, std::index_sequence<J...>, std::index_sequence<K...>,
-                                        std::index_sequence<L...>) {
-    Slots<std::index_sequence<K...>, Pack<Y, N>...> y;
+  __device__ __forceinline__ void Store(bool has, int k, int element, Types<R...>, Types<C...>, Types<Y...>,
+                                        Types<S...>, std::index_sequence<I...>, std::index_sequence<J...>,
+                                        std::index_sequence<K...>, std::index_sequence<L...>) {
     Slots<std::index_sequence<L...>, S...> sum;
-    ((At<K>(y) = ZeroPack<Y, N>()), ...);
     ((At<L>(sum) = 0), ...);
-    Slots<std::index_sequence<K...>, Own<Y>[N]...> value;
+    if (has) {
+      Slots<std::index_sequence<K...>, Pack<Y, N>...> y;
+      ((At<K>(y) = ZeroPack<Y, N>()), ...);
+      Slots<std::index_sequence<K...>, Own<Y>[N]...> value;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      Slots<std::index_sequence<L...>, S...> term;
-      F::Result(n[i], element, kept[k][i], WideElement(At<I>(x[k]), i)...,
-                Wide<C>(static_cast<const C*>(a.rows.column[J])[element])..., At<K>(value)[i]..., At<L>(term)...);
-      (StoreElement(At<K>(y), i, At<K>(value)), ...);
-      ((At<L>(sum) += live ? At<L>(term) : S(0)), ...);
+      for (int i = 0; i < N; ++i) {
+        Slots<std::index_sequence<L...>, S...> term;
+        F::Result(n[i], element, held[k].kept[0][i], WideElement(At<I>(held[k].x[0]), i)...,
+                  Wide<C>(static_cast<const C*>(a.rows.column[J])[element])..., At<K>(value)[i]..., At<L>(term)...);
+        (StoreElement(At<K>(y), i, At<K>(value)), ...);
+        ((At<L>(sum) += live ? At<L>(term) : S(0)), ...);
+      }
+      if (live) (StoreRowPack(static_cast<Y*>(a.rows.result[K]) + to[K] + element * a.result_stride[K], At<K>(y)), ...);
     }
-    if (live) (StoreRowPack(static_cast<Y*>(a.rows.result[K]) + to[K] + element * a.result_stride[K], At<K>(y)), ...);
-    (WriteColumnSum<L, S>(element, At<L>(sum)), ...);
+    ((At<L>(sum) = ReduceLanes<kLanes>(At<L>(sum), [](S p, S q) { return p + q; })), ...);
+    if (has && threadIdx.x % kLanes == 0)
+      ((static_cast<S*>(a.rows.sum[L])[tile * a.rows.width + element] = At<L>(sum)), ...);
   }
 
-  // All lanes of the warp have the same element.
-  template <size_t L, class S> __device__ __forceinline__ void WriteColumnSum(int element, S sum) {
-    sum = ReduceLanes<kWarp>(sum, [](S p, S q) { return p + q; });
-    if (threadIdx.x % kWarp == 0)
-      static_cast<S*>(a.rows.sum[L])[static_cast<int64_t>(blockIdx.x) * a.rows.width + element] = sum;
+  __device__ __forceinline__ void StoreAll() {
+    EachTile([&](int first) {
+      const int own = first + static_cast<int>(threadIdx.x) / kLanes;
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        const bool has = own + k * kGroups < end;
+        if (Engine::kColumnSums == 0 && !has) continue;
+        if constexpr (!kStreams && F::kStages > 0 && Engine::template kForgets<N, kPacks>)
+          Engine::ForgetAll(held[k].x[0], typename Engine::RowIndex());
+        Store(has, k, own + k * kGroups, typename F::Rows(), typename F::Columns(), typename F::Results(),
+              typename F::ColumnSums(), typename Engine::RowIndex(), typename Engine::ColumnIndex(),
+              typename Engine::ResultIndex(), typename Engine::ColumnSumIndex());
+      }
+    });
   }
 
+  // Stores the numbers of the rows of this block, and their totals.
   template <class... T, size_t... I>
-  __device__ __forceinline__ void WriteTotals(Types<T...>, std::index_sequence<I...>) {
+  __device__ __forceinline__ void StoreNumbers(Types<T...>, std::index_sequence<I...>) {
     Slots<std::index_sequence<I...>, T...> totals;
     ((At<I>(totals) = 0), ...);
-    if (live && threadIdx.x < kWarp) {
+    if (live && threadIdx.x < kLanes) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) Engine::AddTotals(n[i], totals, typename Engine::TotalIndex());
+      for (int i = 0; i < N; ++i) {
+        if constexpr (Engine::kNumberResults > 0)
+          Engine::StoreNumbers(a.rows, row + i, n[i], typename Engine::NumberResultIndex());
+        if constexpr (Engine::kTotals > 0) Engine::AddTotals(n[i], totals, typename Engine::TotalIndex());
+      }
     }
-    (Engine::template WriteTotal<I, kParts * kWarp>(a.rows, At<I>(totals), blockIdx.x), ...);
+    (Engine::template WriteTotal<I, kThreads>(a.rows, At<I>(totals), tile), ...);
   }
 
   template <size_t... I, size_t... K>
   __device__ __forceinline__ void Run(std::index_sequence<I...>, std::index_sequence<K...>) {
+    // What the launch before has read last may still be in L2: every other launch begins at the end.
+    const int64_t block = kStage > 0 && kStage % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, part = block / a.tiles;
+    tile = block % a.tiles;
+    begin = static_cast<int>(min(part * a.each, a.rows.width)),
+    end = static_cast<int>(min(begin + a.each, a.rows.width));
     policy = MakeReadPolicy(a.rows.exceeds_l2);
-    const int64_t own = (static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x % kWarp) * N;
+    const int64_t own = (tile * kLanes + threadIdx.x % kLanes) * N;
     live = own < a.rows.rows;
-    const int64_t row = live ? own : 0;
+    row = live ? own : 0;
     ((at[I] = MapRow<F::RowRank(I)>(a.rows.row_map[I], row)), ...);
     ((to[K] = MapRow<F::ResultRank(K)>(a.rows.result_map[K], row)), ...);
-    if constexpr (kHeld > 0) {
-      Each([&](int k, int element) { Load(x[k], element, typename F::Rows(), typename Engine::RowIndex()); });
-    }
+    if constexpr (!kStreams) LoadAll(begin);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       n[i] = Engine::Begin(a.rows, row + i, typename Engine::NumberIndex(), std::make_index_sequence<F::kIndices>());
+      JoinedNumbers<F, 0, kStage>(a, row + i, n[i]);
     }
-    Passes<0>();
-    if constexpr (kResults + Engine::kColumnSums > 0) {
-      Each([&](int k, int element) {
-        Store(k, element, typename F::Rows(), typename F::Columns(), typename F::Results(), typename F::ColumnSums(),
-              typename Engine::RowIndex(), typename Engine::ColumnIndex(), typename Engine::ResultIndex(),
-              typename Engine::ColumnSumIndex());
-      });
-    }
-    if constexpr (Engine::kNumberResults > 0) {
-      if (live && threadIdx.x < kWarp) {
+    if constexpr (kStage >= 0 && kStage < F::kStages) {
+      Partial<kStage> sum[N];
+      Reduce<kStage>(sum);
+      JoinGroups<F, kStage, N, kLanes, kThreads>(sum, room);
+      auto* const out = static_cast<Partial<kStage>*>(a.partial[kStage]) + part * a.rows.rows + row;
+      if (live && threadIdx.x < kLanes) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) Engine::StoreNumbers(a.rows, row + i, n[i], typename Engine::NumberResultIndex());
+        for (int i = 0; i < N; ++i) out[i] = sum[i];
+      }
+    } else {
+      if constexpr (kAlone) RunStages<0>();
+      if constexpr (kResults + Engine::kColumnSums > 0) StoreAll();
+      if constexpr (kAlone || F::kStages == 0) {
+        if (part == 0) StoreNumbers(typename F::Totals(), typename Engine::TotalIndex());
       }
     }
-    if constexpr (Engine::kTotals > 0) WriteTotals(typename F::Totals(), typename Engine::TotalIndex());
   }
 };
 
-template <class F, int N, int kParts, int kHeld> __global__ void __launch_bounds__(kParts* kWarp)
-    StridedRowsKernel(const __grid_constant__ StridedRowArgs<F> a) {
-  StridedRows<F, N, kParts, kHeld> rows{a};
+template <class F, int N, int kLanes, int kPacks, int kThreads, int kMinBlocks, int kStage, bool kStreams>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) StridedRowsKernel(const __grid_constant__ StridedRowArgs<F> a) {
+  __shared__ uint64_t room[kJoinWords<F, N, kLanes, kThreads>];
+  StridedRows<F, N, kLanes, kPacks, kThreads, kStage, kStreams> rows{a, room};
   rows.Run(typename RowEngine<F>::RowIndex(), typename RowEngine<F>::ResultIndex());
+}
+
+// Joins the parts of kLanes rows in each block, and after the last stage stores their numbers.
+template <class F, int kStage, int kLanes, int kThreads> struct JoinParts {
+  using Engine = RowEngine<F>;
+  using Stages = typename Engine::Stages;
+  using Partial = typename Engine::template Partial<kStage>;
+
+  template <class... T, size_t... I> static __device__ __forceinline__ void Run(const StridedRowArgs<F>& a,
+                                                                                uint64_t* room, Types<T...>,
+                                                                                std::index_sequence<I...>) {
+    constexpr int kGroups = kThreads / kLanes;
+    const int group = threadIdx.x / kLanes, parts = static_cast<int>(a.parts);
+    const int64_t own = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x % kLanes;
+    const int64_t row = min(own, a.rows.rows - 1);
+    typename Engine::Numbers n =
+        Engine::Begin(a.rows, row, typename Engine::NumberIndex(), std::make_index_sequence<F::kIndices>());
+    JoinedNumbers<F, 0, kStage>(a, row, n);
+    Partial* const partial = static_cast<Partial*>(a.partial[kStage]) + row;
+    Partial sum[1] = {Stages::template Identity<kStage>(n)};
+    if (group < parts) {
+      sum[0] = typename Stages::template Combine<kStage>().All(partial + group * a.rows.rows, kGroups * a.rows.rows,
+                                                               (parts - group + kGroups - 1) / kGroups);
+    }
+    JoinGroups<F, kStage, 1, kLanes, kThreads>(sum, room);
+    const bool mine = own < a.rows.rows && group == 0;
+    if (mine) partial[a.parts * a.rows.rows] = sum[0];
+    if constexpr (kStage + 1 == F::kStages && Engine::kNumberResults + Engine::kTotals > 0) {
+      Stages::template After<kStage>(n, sum[0]);
+      Slots<std::index_sequence<I...>, T...> totals;
+      ((At<I>(totals) = 0), ...);
+      if (mine) {
+        if constexpr (Engine::kNumberResults > 0)
+          Engine::StoreNumbers(a.rows, row, n, typename Engine::NumberResultIndex());
+        if constexpr (Engine::kTotals > 0) Engine::AddTotals(n, totals, typename Engine::TotalIndex());
+      }
+      (Engine::template WriteTotal<I, kThreads>(a.rows, At<I>(totals), blockIdx.x), ...);
+    }
+  }
+};
+
+template <class F, int kStage, int kLanes, int kThreads> __global__ void __launch_bounds__(kThreads)
+    JoinPartsKernel(const __grid_constant__ StridedRowArgs<F> a) {
+  __shared__ uint64_t room[kJoinWords<F, 1, kLanes, kThreads>];
+  JoinParts<F, kStage, kLanes, kThreads>::Run(a, room, typename F::Totals(), typename RowEngine<F>::TotalIndex());
 }
 
 }  // namespace jaxkern

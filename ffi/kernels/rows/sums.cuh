@@ -88,8 +88,9 @@ template <int kThreads, class E> __device__ __forceinline__ E SumOverThreads(E m
   __shared__ E room[kThreads];
   room[threadIdx.x] = mine;
   __syncthreads();
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) room[threadIdx.x] += room[threadIdx.x + half];
+  for (int count = kThreads; count > 1; count = (count + 1) / 2) {
+    const int half = (count + 1) / 2;
+    if (threadIdx.x + half < count) room[threadIdx.x] += room[threadIdx.x + half];
     __syncthreads();
   }
   return room[threadIdx.x];
@@ -107,14 +108,15 @@ __device__ __forceinline__ void ClearMissing(E* sums, int64_t width, int64_t wal
 
 struct SumOverBlocksArgs {
   const void* partial;  // [blocks][count]
-  void* out;            // [count]
+  void* out;            // [gridDim.y][count]
   int64_t blocks, count;
+  int64_t each;  // blocks that are added for one element of out
 };
 
 constexpr int kSumThreads = 512;
 
-// out[c] = the sum of partial[b][c] over b. kSplit warps share 32 columns, and each takes every kSplit-th b; a block has
-// kSumThreads / kSplit columns.
+// out[g][c] = the sum of partial[b][c] over b in [g * each, (g + 1) * each). kSplit warps share 32 columns, and each takes every
+// kSplit-th b; a block has kSumThreads / kSplit columns of one g.
 template <class E, class Result, int kSplit> __global__ void __launch_bounds__(kSumThreads)
     SumOverBlocks(const __grid_constant__ SumOverBlocksArgs a) {
   __shared__ E room[kSumThreads / kWarp][kWarp];
@@ -124,15 +126,16 @@ template <class E, class Result, int kSplit> __global__ void __launch_bounds__(k
   E sum = 0;
   if (column < a.count) {
     const E* const from = static_cast<const E*>(a.partial) + column;
+    const int64_t first = blockIdx.y * a.each, end = min(a.blocks, first + a.each);
 #pragma unroll 8
-    for (int64_t b = warp % kSplit; b < a.blocks; b += kSplit) sum += from[b * a.count];
+    for (int64_t b = first + warp % kSplit; b < end; b += kSplit) sum += from[b * a.count];
   }
   room[warp][lane] = sum;
   __syncthreads();
   if (warp % kSplit == 0 && column < a.count) {
 #pragma unroll
     for (int w = 1; w < kSplit; ++w) sum += room[warp + w][lane];
-    static_cast<Result*>(a.out)[column] = Stored<Result>(sum);
+    static_cast<Result*>(a.out)[blockIdx.y * a.count + column] = Stored<Result>(sum);
   }
 }
 

@@ -42,7 +42,7 @@ def source(core, name, keeps=False) -> Source:
 
 class _Writer:
     """Writes the struct `name`. Expressions in it: n.x is a number of the row, k.x a kept value, r0, c0, ... are an element of
-    each row and column, m0, ... the numbers that are read, i0, ... indices of other dimensions, `at` is the place in the row.
+    each row and column, m0, ... the numbers that are read, n.i0, ... places along other dimensions, `at` is the place in the row.
     """
 
     def __init__(self, core, name, keeps):
@@ -57,7 +57,8 @@ class _Writer:
     def struct(self) -> str:
         core = self.core
         inverses = "".join(f" float {m};" for m in (*core.inverses.values(), *core.scales.values()))
-        numbers = " ".join(f"{_type(v)} {m};" for v, m in self.members.items()) + inverses
+        places = [f"int32_t i{k};" for k in range(len(core.indices))]
+        numbers = " ".join([*places, *(f"{_type(v)} {m};" for v, m in self.members.items())]) + inverses
         kept = " ".join(f"{_type(v)} {m};" for v, m in self.kept.items())
         body = [
             *self._types(),
@@ -117,7 +118,8 @@ class _Writer:
         given = {self.program.operands[k]: f"m{k}" for k in core.numbers}
         arguments = [f"int32_t i{k}" for k in range(len(core.indices))]
         arguments += [f"{_type(v)} {a}" for v, a in given.items()]
-        loads = " ".join(f"n.{self.members[v]} = {a};" for v, a in given.items() if v in self.members)
+        loads = [f"n.i{k} = i{k};" for k in range(len(core.indices))]
+        loads = " ".join([*loads, *(f"n.{self.members[v]} = {a};" for v, a in given.items() if v in self.members)])
         body = f"{loads} {self._numbers_after(0, set(given))}"
         return f"  static JAXKERN_FN void Begin({', '.join(['Numbers& n', *arguments])}) {{ {body} }}"
 
@@ -298,7 +300,7 @@ class _Writer:
         return step.name in MOVES or (reduces and not self.program.over(step))
 
     def _place(self, dim) -> str:
-        return "at" if dim is self.program.row else f"i{self.core.indices.index(dim)}"
+        return "at" if dim is self.program.row else f"n.i{self.core.indices.index(dim)}"
 
 
 class _Reduction:

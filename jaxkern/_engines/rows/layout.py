@@ -4,9 +4,11 @@ lanes, warp, block   threads of a part of a warp, of a warp, or of a block hold 
 cluster              sm_90 and newer: 2 to 16 blocks hold a row in registers
 streaming            a block reads a row again in each stage: any length
 split                blocks reduce parts of a row, in a launch for each stage: any length, also with sums over rows
-strided              the row is not the last dimension: threads take adjacent rows, and warps parts of them
+strided              the row is not the last dimension: threads take adjacent rows, and the threads of a block share their elements; if
+                     rows are long and few, blocks do (split)
 """
 
+import math
 import typing
 
 from jaxkern._core.define import CUDA_TYPES, ceil_div
@@ -21,8 +23,9 @@ class Problem(typing.NamedTuple):
     """rows: their number. width: their length. bytes: the bytes of one element of all arrays of rows. pack: elements per load.
 
     sums: bytes of what a thread adds up over rows, for each element. kept: words of an element that are computed once if
-    there are registers for them. stages: reductions along the row that wait for each other. strided: the row is not the last
-    dimension; pack counts rows then. narrow: results are rows of 8 bits.
+    there are registers for them. stages: reductions along the row that wait for each other. narrow: results are rows of 8 bits.
+    inner: rows that lie side by side, if the row is not the last dimension; pack counts rows then. For such problems, numbers:
+    words of the numbers of a row. partial: bytes of what a thread reduces of it. stores: whether results have elements of rows.
     """
 
     rows: int
@@ -32,8 +35,16 @@ class Problem(typing.NamedTuple):
     sums: int = 0
     kept: int = 0
     stages: int = 1
-    strided: bool = False
     narrow: bool = False
+    inner: int = 1
+    itemsize: int = 4
+    numbers: int = 2
+    partial: int = 8
+    stores: bool = True
+
+    @property
+    def strided(self) -> bool:
+        return self.inner > 1
 
 
 class Layout(typing.NamedTuple):
@@ -61,7 +72,7 @@ class Layout(typing.NamedTuple):
 
 def fits(algorithm, problem, device=None) -> bool:
     if problem.strided or algorithm == "strided":
-        return problem.strided and algorithm == "strided"
+        return problem.strided and algorithm in ("strided", "split")
     if algorithm == "streaming":
         return not problem.sums
     return algorithm == "split" or layout(algorithm, problem, device) is not None
@@ -69,7 +80,7 @@ def fits(algorithm, problem, device=None) -> bool:
 
 def choose(problem, device=None) -> str:
     if problem.strided:
-        return "strided"
+        return "split" if parts_of(problem, device) > 1 else "strided"
     keep = (a for a in IN_REGISTERS if problem.kept and _layout(a, problem, tuning.KEPT_WORDS, device))
     found = next(keep, None) or next(a for a in ALGORITHMS if fits(a, problem, device))
     if found == "streaming" and (device is None or problem.rows < tuning.SPLIT_ROWS * device.sm_count):
@@ -188,3 +199,96 @@ def _holds(how, problem, most, most_kept) -> bool:
 def _has_clusters(device) -> bool:
     """Whether a device runs clusters of 16 blocks, as GPUs of data centres do."""
     return device is None or device.compute_capability >= 90 and device.shared_memory >= 227 * 1024
+
+
+# ---- rows that are not the last dimension
+
+
+class Across(typing.NamedTuple):
+    """How blocks compute such rows: threads side by side, packs of each thread at a time, whether it reads them again."""
+
+    lanes: int
+    packs: int
+    threads: int
+    streams: bool
+
+
+def strided_pack(inner, itemsize, numbers) -> int:
+    """Adjacent rows of a thread. itemsize: of the widest array of rows. numbers: words of the numbers of a row."""
+    pack = max(1, tuning.PACK_BYTES // itemsize)
+    if pack * itemsize > 8 and pack * numbers > tuning.STRIDED_NUMBERS:
+        pack = max(1, 8 // itemsize)
+    return math.gcd(inner, pack)
+
+
+def across(problem, device, holds=True) -> Across:
+    """holds: whether a thread may hold its elements of rows, so that they are read once."""
+    pack, width = problem.pack, problem.width
+    # Of short rows, several that are not adjacent are in a block, too.
+    widest = min(32, max(power_of_2(ceil_div(problem.inner, pack)), 128 // power_of_2(width)))
+    narrowest = min(widest, power_of_2(ceil_div(tuning.STRIDED_BYTES, pack * problem.itemsize)))
+    words = pack * problem.bytes / 4
+    for most in tuning.STRIDED_HELD if holds and problem.stages + problem.stores > 1 else ():
+        lanes, groups = widest, ceil_div(width, max(1, int(tuning.STRIDED_WORDS / words)))
+        while lanes > narrowest and (
+            groups * lanes > most
+            or (device is not None and problem.rows < tuning.STRIDED_BLOCKS * device.sm_count * lanes * pack)
+        ):
+            lanes //= 2
+        threads = max(128, 32 * ceil_div(groups * lanes, 32))
+        how = Across(lanes, ceil_div(width * lanes, threads), threads, False)
+        if threads <= most and _room(how, problem) <= tuning.STRIDED_ROOM:
+            return how
+    packs, lanes = max(1, int(tuning.STRIDED_FLIGHT / words)), widest
+    while lanes > 1 and _room(Across(lanes, packs, tuning.STRIDED_THREADS, True), problem) > tuning.STRIDED_ROOM:
+        lanes //= 2
+    return Across(lanes, packs, tuning.STRIDED_THREADS, True)
+
+
+def keeps_across(how, problem) -> bool:
+    """Whether threads keep dear values from one stage to the next."""
+    return not how.streams and how.packs * problem.pack * (problem.bytes / 4 + problem.kept) <= tuning.STRIDED_KEPT
+
+
+def _room(how, problem) -> int:
+    """Bytes of shared memory in which the threads of a block join what they reduced (JoinGroups in strided.cuh)."""
+    return how.lanes * problem.pack * (how.threads // 32 + 1) * problem.partial
+
+
+def strided_blocks(how, problem) -> int:
+    """Blocks of a multiprocessor that leave enough registers to each thread; compare `resident`."""
+    kept = problem.kept if keeps_across(how, problem) else 0
+    words = problem.pack * (how.packs * (problem.bytes / 4 + kept) + problem.numbers + problem.partial / 4)
+    registers = next(r for most, r in tuning.STRIDED_REGISTERS if words <= most)
+    return max(1, min(65536 // registers // how.threads, 200 * 1024 // (_room(how, problem) + 1024)))
+
+
+def tiles_of(how, problem) -> int:
+    """Blocks side by side."""
+    return ceil_div(problem.rows, how.lanes * problem.pack)
+
+
+def parts_of(problem, device, forced=False) -> int:
+    """Blocks that share rows: the fewest that keep nine tenths of the GPU busy until the end, or else the busiest.
+
+    forced: though one block could hold its rows.
+    """
+    how = across(problem, device, holds=not forced)
+    if device is None or not how.streams:
+        return 1
+    tiles, slots = tiles_of(how, problem), tuning.STRIDED_BLOCKS * device.sm_count
+    most = min(problem.width // tuning.STRIDED_ELEMENTS, tuning.STRIDED_MOST // tiles)
+    best, best_busy = 1, 0.0
+    for waves in range(ceil_div(tiles, slots), ceil_div(tiles, slots) + 4):
+        parts = max(1, min(most, waves * slots // tiles))
+        busy = parts * tiles / (ceil_div(parts * tiles, slots) * slots)
+        if busy > best_busy:
+            best, best_busy = parts, busy
+        if busy >= 0.9:
+            break
+    return best
+
+
+def power_of_2(n) -> int:
+    """The least power of two that is not less than n."""
+    return 1 << (n - 1).bit_length()

@@ -12,7 +12,22 @@ from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
 from jaxkern._engines.jaxpr import Value, merged
 from jaxkern._engines.rows import tuning
 from jaxkern._engines.rows.generate import source
-from jaxkern._engines.rows.layout import Layout, Problem, choose, fits, layout, resident, shares
+from jaxkern._engines.rows.layout import (
+    Layout,
+    Problem,
+    across,
+    choose,
+    fits,
+    keeps_across,
+    layout,
+    parts_of,
+    power_of_2,
+    resident,
+    shares,
+    strided_blocks,
+    strided_pack,
+    tiles_of,
+)
 
 HEADER = "rows/rows.cuh"
 NAME = "Function"
@@ -81,11 +96,16 @@ def plan(device, operands, results, *, function):
     algorithm = _picked(function, problem, device)
     own = _Rows(device, function, arrays, rows, width)
     launches = own.split if algorithm == "split" else functools.partial(own.launches, algorithm)
+    single = launches if fits(algorithm, problem._replace(pack=1), device) else own.split
+    return _at_any_alignment(algorithm, problem, launches, single)
+
+
+def _at_any_alignment(algorithm, problem, launches, single):
+    """The plan. launches, single: the methods of `_Rows` for arrays whose rows start on packs, and for others."""
     aligned = launches(problem)
-    if pack == 1:
+    if problem.pack == 1:
         return aligned and Plan(algorithm, *aligned)
-    single = problem._replace(pack=1)
-    unaligned = launches(single) if fits(algorithm, single, device) else own.split(single)
+    unaligned = single(problem._replace(pack=1))
     aligned = aligned or unaligned
     if aligned is None or unaligned is None:
         return None
@@ -189,6 +209,54 @@ class _Rows(typing.NamedTuple):
         ]
         return (*launches, *after), scratch
 
+    def strided(self, algorithm, problem):
+        core, stages, splits = self.core, len(self.core.stages), algorithm == "split"
+        how = across(problem, self.device, holds=not splits)
+        lanes, pack, tiles = how.lanes, problem.pack, tiles_of(how, problem)
+        parts = parts_of(problem, self.device, forced=True) if splits else 1
+        code = self.code(keeps=keeps_across(how, problem))
+        across_parts = 32 if parts <= 32 else 8  # rows of a block that joins parts
+        groups = max(4, min(512 // across_parts, power_of_2(ceil_div(parts, 4))))
+        join_blocks = ceil_div(self.rows, across_parts)
+        used = 2 * problem.partial * (lanes * pack * (how.threads // 32 + 1) + 1) + 512 * core.total_bytes
+        if code is None or max(tiles * parts, join_blocks) >= 1 << 31 or used > 2 * SHARED:
+            return None
+        partials, scratch = [], 0
+        for size in core.partial_bytes if splits else ():
+            partials.append(launch.scratch(scratch))
+            scratch += ceil_div(size * self.rows * (parts + 1), 256) * 256
+        partials += [launch.null] * (stages + 1 - len(partials))
+        blocks = tiles if stages == 0 or not splits else join_blocks  # that store numbers
+        sums, scratch, after = _sums(core, tiles, self.width, scratch, blocks)
+        strides = lambda values: [*(i64(_stride(v, self.function.program.row)) for v in values), i64(0)]
+        args = struct(
+            self.arguments(tiles, sums),
+            *strides(self.function.program.operands[k] for k in core.rows),
+            *strides(o.result for o in core.of_kind("row")),
+            *partials,
+            i64(tiles),
+            i64(parts),
+            i64(ceil_div(self.width, parts)),
+        )
+        most = strided_blocks(how, problem)
+        name = f"StridedRowsKernel<{NAME}, {pack}, {lanes}, {how.packs}, {how.threads}, {most}, {{}}, {str(how.streams).lower()}>"
+        header = "rows/strided.cuh"
+        run = lambda stage: Launch(header, name.format(stage), [args], tiles * parts, how.threads, source=code)
+        join = lambda stage: Launch(
+            header,
+            f"JoinPartsKernel<{NAME}, {stage}, {across_parts}, {across_parts * groups}>",
+            [args],
+            join_blocks,
+            across_parts * groups,
+            source=code,
+        )
+        if not splits:
+            return (run(-1), *after), scratch
+        launches = [step for stage in range(stages) for step in (run(stage), join(stage))]
+        if problem.stores or stages == 0:
+            launches.append(run(stages))
+        return (*launches, *after), scratch
+
 
 def _place(core, output) -> int:
     return core.outputs.index(output)
@@ -199,21 +267,28 @@ def _last(value):
     return next(d for d in reversed(value.dims) if d is not None)
 
 
-def _sums(core, blocks, width, scratch=0):
+def _sums(core, walkers, width, scratch=0, of_numbers=None):
     """(buffers for the sums over rows of each block or cluster, bytes of scratch, launches that add them).
 
-    scratch: the bytes that are in use already.
+    scratch: the bytes that are in use already. of_numbers: the blocks that sum numbers, if they are others.
     """
     buffers, after = [], []
     for o in (*core.of_kind("columns"), *core.of_kind("total")):
         dtype = computing(o.value.aval.dtype)
-        count = width if o.kind == "columns" else 1
+        count, blocks = (width, walkers) if o.kind == "columns" else (1, of_numbers or walkers)
         buffers.append(launch.scratch(scratch))
-        args = [struct(launch.scratch(scratch), launch.result(_place(core, o)), i64(blocks), i64(count))]
-        split = min(16, max(1, 1 << (blocks // 8).bit_length() >> 1))  # warps of 32 columns, of 16 in a block
-        name = f"SumOverBlocks<{cpp_type(dtype)}, {cpp_type(o.dtype)}, {split}>"
-        after.append(Launch(HEADER, name, args, ceil_div(count, 512 // split), 512))
-        scratch += ceil_div(blocks * count * dtype.itemsize, 256) * 256
+        size = lambda blocks: ceil_div(blocks * count * dtype.itemsize, 256) * 256
+        # Many blocks in two steps, of which the first has more threads.
+        for groups in (tuning.SUM_GROUPS, 1) if blocks >= tuning.GROUPED_BLOCKS else (1,):
+            each = ceil_div(blocks, groups)
+            groups = ceil_div(blocks, each)
+            here, scratch = launch.scratch(scratch), scratch + size(blocks)
+            out, result = (launch.result(_place(core, o)), o.dtype) if groups == 1 else (launch.scratch(scratch), dtype)
+            split = min(16, max(1, 1 << (each // 8).bit_length() >> 1))  # warps of 32 columns, of 16 in a block
+            name = f"SumOverBlocks<{cpp_type(dtype)}, {cpp_type(result)}, {split}>"
+            args = [struct(here, out, i64(blocks), i64(count), i64(each))]
+            after.append(Launch(HEADER, name, args, (ceil_div(count, 512 // split), groups), 512))
+            blocks = groups
     return buffers, scratch, after
 
 
@@ -251,43 +326,26 @@ def _strided(device, operands, arrays, function, views):
         return None
     rows, width = math.prod(d.size for d in program.others), program.row.size
     types = [*(operands[k].dtype for k in core.rows), *(o.dtype for o in core.of_kind("row"))]
-    pack = max(1, 8 // max(d.itemsize for d in types))
-    while inner.size % pack:
-        pack //= 2
+    numbers = len(core.members) + len(core.inverses) + len(core.scales)
+    itemsize = max(d.itemsize for d in types)
+    pack = strided_pack(inner.size, itemsize, numbers)
     held = max(1, sum(operands[k].dtype.itemsize for k in core.rows))
-    problem = Problem(rows, width, held, pack, 0, core.kept_words, strided=True)
+    problem = Problem(
+        rows,
+        width,
+        held,
+        pack,
+        kept=core.kept_words,
+        stages=len(core.stages),
+        inner=inner.size,
+        itemsize=itemsize,
+        numbers=numbers,
+        partial=max(core.partial_bytes, default=0),
+        stores=bool(core.of_kind("row") or core.of_kind("columns")),
+    )
     algorithm = _picked(function, problem, device)
-    strides = lambda values: [*(i64(_stride(v, program.row)) for v in values), i64(0)]
-
-    def launches(pack):
-        words = pack * max(held / 4, core.kept_words)
-        parts = next(
-            (p for p in (1, 2, 4, 8) if ceil_div(width, p) * words <= tuning.STRIDED_WORDS and p * 4 >= min(width, 32)),
-            16,
-        )
-        while parts > 1 and 32 * parts * (pack * sum(core.partial_bytes) + core.total_bytes) > SHARED:
-            parts //= 2
-        each = ceil_div(width, parts)
-        each = each if each * words <= tuning.STRIDED_WORDS else 0
-        code = source(core, NAME, keeps=bool(each))
-        blocks = ceil_div(rows, 32 * pack)
-        if code.size > functor.MOST or blocks >= 1 << 31:
-            return None
-        sums, scratch, after = _sums(core, blocks, width)
-        views_of = lambda positions: [program.operands[k] for k in positions]
-        args = struct(
-            _arguments(core, program, rows, width, blocks, sums, arrays, device),
-            *strides(views_of(core.rows)),
-            *strides(o.result for o in core.of_kind("row")),
-        )
-        name = f"StridedRowsKernel<{NAME}, {pack}, {parts}, {each}>"
-        return (Launch("rows/strided.cuh", name, [args], blocks, 32 * parts, source=code.text), *after), scratch
-
-    aligned = launches(pack)
-    if aligned is None or pack == 1:
-        return aligned and Plan(algorithm, *aligned)
-    unaligned = launches(1)
-    return Plan(algorithm, aligned[0], max(aligned[1], unaligned[1]), unaligned[0])
+    launches = functools.partial(_Rows(device, function, arrays, rows, width).strided, algorithm)
+    return _at_any_alignment(algorithm, problem, launches, launches)
 
 
 def _stride(value, dim) -> int:

@@ -3,7 +3,6 @@
 The result is taken to have this type as well, unless it is narrow, and no values of elements to be kept between stages.
 """
 
-import math
 import typing
 
 import jax.numpy as jnp
@@ -31,7 +30,8 @@ def _laid_out(problem) -> layout.Problem:
     if inner == 1:
         pack = tuning.PACK_BYTES // (2 if narrow else max(2, size))
         return layout.Problem(rows, width, size, pack, narrow=narrow)
-    return layout.Problem(rows * inner, width, size, math.gcd(inner, max(1, 8 // size)), strided=True)
+    pack = layout.strided_pack(inner, size, layout.Problem._field_defaults["numbers"])
+    return layout.Problem(rows * inner, width, size, pack, inner=inner, itemsize=size)
 
 
 def fits(algorithm, problem, device=None) -> bool:

@@ -45,7 +45,21 @@ GROUP_THREADS = 128  # threads of a block in which warps or lanes hold rows
 STREAM_THREADS = 512
 STREAM_PACKS = 4  # per thread, in flight
 SUM_BLOCKS = 2  # blocks of a multiprocessor that stay to sum over rows
-STRIDED_WORDS = 32  # of elements that a thread holds where the row is not the last dimension
+GROUPED_BLOCKS, SUM_GROUPS = 2048, 64  # sums of so many blocks are added in groups first
+
+# Where the row is not the last dimension.
+STRIDED_WORDS = 32  # of elements of rows that a thread holds
+STRIDED_KEPT = 48  # words of those and of kept values; with more, values are computed again
+STRIDED_BYTES = 64  # that threads side by side read of an element, at least
+STRIDED_HELD = (256, 512, 1024)  # threads of a block that holds rows, at most; the first with which it can
+STRIDED_REGISTERS = ((72, 64), (96, 80), (1 << 30, 128))  # (words of elements and numbers of a thread, its registers)
+STRIDED_NUMBERS = 32  # words of the numbers of a thread's rows; with more, it loads packs of 8 bytes
+STRIDED_THREADS = 256  # of a block that reads rows again
+STRIDED_FLIGHT = 16  # words of a thread in flight there
+STRIDED_BLOCKS = 4  # of a multiprocessor there, at a time
+STRIDED_ELEMENTS = 64  # of a row that occupy a block, at least
+STRIDED_ROOM = 40 * 1024  # bytes of shared memory to join what the threads of a block reduced
+STRIDED_MOST = 1280  # blocks, where blocks share rows
 
 # Words of values that a thread keeps from one stage to the next; where they are more, it computes them again
 # [entropy, gradient, bfloat16 16384 x 8192: 213 us with 32, 403 with 16].
