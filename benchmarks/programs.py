@@ -218,7 +218,7 @@ def _linen_mesh(dtype, small) -> Training:
     import flax.linen as nn
     import optax
 
-    side, d, rounds = (12, 16, 2) if small else (200, 128, 15)
+    side, d, rounds = (12, 16, 1) if small else (200, 128, 15)
     types = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.float32}
     network = lambda: nn.Sequential(
         [nn.Dense(d, **types), nn.relu, nn.Dense(d, **types), nn.relu, nn.Dense(d, **types), nn.LayerNorm(**types)]
@@ -261,7 +261,7 @@ def _potential(dtype, small) -> Training:
     """Energies and forces of molecules by continuous filters (SchNet, Schuett et al. 2017); forces are a gradient."""
     import optax
 
-    molecules, atoms, neighbours, d, radial, rounds = (3, 8, 4, 16, 6, 2) if small else (256, 80, 30, 128, 50, 3)
+    molecules, atoms, neighbours, d, radial, rounds = (3, 8, 4, 16, 6, 1) if small else (256, 80, 30, 128, 50, 3)
     rng = np.random.default_rng(0)
     n, cutoff = molecules * atoms, 5.0
     kinds = rng.integers(0, 10, n).astype(np.int32)
@@ -431,7 +431,7 @@ def _transformer(make, dtype, small) -> Training:
     """
     import optax
 
-    s = _Sizes(2, 32, 2, 500, 2, 16) if small else _Sizes()
+    s = _Sizes(1, 32, 2, 500, 2, 16) if small else _Sizes()
     rng = np.random.default_rng(0)
     tokens = _zipf(rng, 1.3, (s.batch, s.length + 1), s.vocabulary)
     make_params, apply = make(s, jnp.dtype(dtype))
