@@ -67,7 +67,7 @@ def test_language_model_refuses_bad_arguments(tmp_path, arguments, message, monk
 @pytest.mark.parametrize("name", ["graph_network", "graph_attention"])
 def test_graph_networks_learn_the_same_with_both_libraries(name, tmp_path):
     figure = tmp_path / "curves.png"
-    result = run(f"{name}.py", "--modules", 600, "--steps", 40, "--width", 16, "--out", figure)
+    result = run(f"{name}.py", "--modules", 300, "--steps", 40, "--width", 16, "--out", figure)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "the curves agree" in result.stdout
     assert "40/40" in result.stderr  # the progress bar
