@@ -108,9 +108,45 @@ def average(scan: Any, m: Any, x: Any) -> Any:
     return scan(lambda m, x: (0.9 * m + 0.1 * x,) * 2, m, x)
 
 
+def hidden(scan: Any, alpha: Any, transitions: Any, x: Any) -> Any:
+    """The forward algorithm of hidden Markov models with common transitions, in logarithms."""
+
+    def body(alpha: Any, x: Any) -> Any:
+        alpha = jax.nn.logsumexp(alpha[:, :, None] + transitions, 1) + x
+        return alpha, alpha
+
+    return scan(body, alpha, x)
+
+
+def filtered(scan: Any, p: Any, transitions: Any, x: Any) -> Any:
+    """The forward algorithm with probabilities, which are normalised in each step; Rabiner, "A Tutorial on Hidden Markov Models and
+    Selected Applications in Speech Recognition", 1989."""
+
+    def body(p: Any, x: Any) -> Any:
+        p = (p @ transitions) * jnp.exp(x)
+        p = p / jnp.sum(p, -1, keepdims=True)
+        return p, p
+
+    return scan(body, p, x)
+
+
+def sinkhorn(scan: Any, f: Any, g: Any, cost: Any, scale: Any) -> Any:
+    """Potentials of transport; Cuturi, "Sinkhorn Distances: Lightspeed Computation of Optimal Transport", 2013. A step has its
+    regularisation."""
+
+    def body(fg: Any, scale: Any) -> Any:
+        f, g = fg
+        s = 1 + jnp.abs(scale)
+        f = -s * jax.nn.logsumexp((g[:, None, :] - cost) / s, 2)
+        return (f, -s * jax.nn.logsumexp((f[:, :, None] - cost) / s, 1)), None
+
+    return scan(body, (f, g), scale)[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """kinds of the operands: h a carry, w a number for each feature, s a scalar, x an element of each step.
+    """kinds of the operands: h a carry, w a number for each feature, s a scalar, x an element of each step; with rows: m a matrix, c a
+    matrix for each lane, t a number for each step.
 
     wrt: positions of the operands that a gradient is by. arrays: of all steps, that a gradient moves.
     goals: forward and backward; a fraction of a copy, or microseconds where arithmetic decides.
@@ -132,8 +168,12 @@ FUNCTIONS = {
     "average": Function(average, "hx", (0.7,)),
     "oscillators": Function(oscillators, "hhwwwx", (0.6, 0.3), (2, 3, 4, 5), 7),
     "walk": Function(walk, "h", ()),
+    "hidden": Function(hidden, "hmx", (), (0, 1, 2), 7),
+    "filtered": Function(filtered, "hmx", (), (0, 1, 2), 7),
+    "sinkhorn": Function(sinkhorn, "hhct", ()),
 }
 OPS = tuple(FUNCTIONS)
+ROWS = ("hidden", "filtered", "sinkhorn")  # bodies that reduce along rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +202,9 @@ class Case:
         return self.shape[-1]
 
     def operand(self, kind: str) -> tuple[int, ...]:
-        return {"x": self.shape, "h": self.shape[1:], "w": self.shape[-1:], "s": ()}[kind]
+        own = {"x": self.shape, "h": self.shape[1:], "w": self.shape[-1:], "s": ()}
+        own |= {"m": self.shape[-1:] * 2, "c": (*self.shape[1:], self.shape[-1]), "t": self.shape[:1]}
+        return own[kind]
 
 
 DTYPES = {"gpu": ("float32", "bfloat16"), "cpu": ("float32",)}
@@ -185,7 +227,14 @@ CASES += [Case("few steps", (t, n), "recurrence", "float32") for t in (2, 4, 8, 
 CASES += [Case("cut", (t, 2048), "recurrence", "float32") for t in (128, 256, 512)]
 CASES += [Case("cut", (4096, n), "recurrence", "float32") for n in (8192, 12288, 16384)]
 CASES += [Case("ahead", (256, n), "walk", "float32") for n in (8192, 32768, 131072)]
+# Bodies that reduce along rows, by a team of threads for each lane.
+CASES += [Case("rows", (1000, 1024, n), "hidden", "float32") for n in (4, 8, 32)]
+CASES += [Case("rows", (1000, 1024, 32), "filtered", "float32")]
+# XLA's gradient of 1000 steps keeps 67 GB.
+CASES += [Case("rows", (250, 1024, 128), op, "float32") for op in ("hidden", "filtered")]
+CASES += [Case("rows", (100, 256, 64), "sinkhorn", "float32")]
 CPU_CASES = [Case("cpu", (64, 1024), cpu=True)]
+CPU_CASES += [Case("cpu", (16, 8, 12), op, cpu=True) for op in ROWS]
 QUICK = {"1024x16384", "1024x16x512", "4096x8192"}
 
 
@@ -217,7 +266,7 @@ class Cell(_cell.Cell):
         return sum(s.size * s.dtype.itemsize for s in (*given, *self.results(given)))
 
     def goals(self) -> list[dict[str, Any]]:
-        if self.case.group in ("cpu", "lanes", "few steps", "cut", "ahead"):
+        if self.case.group in ("cpu", "lanes", "few steps", "cut", "ahead", "rows"):
             return [{"goal": "peers", "against": ["xla"]}]
         goal = (self.case.goals or self.function.goals)[DIRECTIONS.index(self.direction)]
         own = {"goal": "copy", "required": goal} if goal <= 1 else {"goal": "time", "us": goal}
@@ -227,7 +276,7 @@ class Cell(_cell.Cell):
 
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
     for op in ops:
-        if case.op in ("", op) and case.dtype in ("", dtype):
+        if (case.op == op or (not case.op and op not in ROWS)) and case.dtype in ("", dtype):
             for direction in DIRECTIONS:
                 has_gradient = FUNCTIONS[op].wrt and case.group not in ("lanes", "few steps", "cut")
                 if direction == "forward" or has_gradient:
@@ -258,6 +307,11 @@ def programs(cell: Cell, algorithms: bool) -> list[Program]:
         for name in ("lanes", "columns"):
             ours = program(jaxkern.scan)
             made.append(Program(f"{_goals.OURS}:{name}", ours, cell.operands(), forced={"scan": name}))
+    if cell.case.group == "rows" and cell.case.width <= 8:
+        made += [
+            Program(f"{_goals.OURS}:{name}", program(jaxkern.scan), cell.operands(), forced={"scan": name})
+            for name in ("lanes", "teams")
+        ]
     if cell.op == "recurrence":
         made.append(Program("associative_scan", program(_associative), cell.operands()))
     return made

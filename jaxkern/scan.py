@@ -1,5 +1,6 @@
-"""Loops whose body is elementwise over lanes, as one kernel."""
+"""Loops whose body is elementwise over lanes, or reduces along rows, as one kernel."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxkern._core import validate
+from jaxkern._core.cpp import Unsupported
 from jaxkern._core.jaxprs import held
 from jaxkern._engines.loops.chunks import checkpointed
 from jaxkern._engines.loops.lowering import mark
 from jaxkern._engines.loops.program import Program
+from jaxkern._engines.loops.row_program import RowProgram
 
 
 def scan(
@@ -28,12 +31,13 @@ def scan(
     *,
     checkpoint_every: int | None = None,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` with a body that is elementwise over lanes, as one kernel.
+    """`jax.lax.scan` with a body that is elementwise over lanes, or reduces along rows, as one kernel.
 
     Args:
         f: the body, (carry, x) -> (carry, y), on pytrees of arrays or None, as for `jax.lax.scan`. Between arrays that depend
-            on the carry it is elementwise: no reductions over lanes, products of matrices or indexing by arrays. Arrays broadcast
-            against each other, so a carry may be a scalar counter, and a weight that f closes over may be one number for each
+            on the carry it is elementwise, without indexing by arrays, or it reduces along rows, dimensions of at most 4096
+            elements: by sums, maxima and the like, argmax, and products of at most 2^25 multiplications in a step. Arrays
+            broadcast against each other, so a carry may be a scalar counter, and a weight that f closes over may be one number for each
             feature. Dimensions of at most 16 elements may be sliced, concatenated, stacked and reduced: the columns of a state, and
             matrices of at most 36 elements that act on it, such as probabilities of transitions, in sums of products. The body
             may have branches (`jax.lax.cond`), loops of few steps and fixed count, and keys of `jax.random`, which it may
@@ -54,12 +58,13 @@ def scan(
     lanes in registers, loads later elements of xs while it computes, and writes each element of ys once. Derivatives and batches
     are JAX's, of any order, and are kernels too. A gradient stores the carry of each step, and computes the rest of a step again, as
     with `jax.checkpoint`. Gradients of operands that broadcast over lanes are added up in each lane, and summed over lanes once,
-    after the loop. XLA runs the loop where there is no kernel: on a CPU, and for derivatives that are not elementwise. A thread
-    runs the loop of a lane. If there are few lanes and the body is affine in the carry, blocks share the steps of a lane instead
+    after the loop. XLA runs the loop where there is no kernel: on a CPU, for derivatives that are not elementwise, and for rows if
+    matrices do not fit into shared memory or a step is as long as XLA's. A thread runs the loop of a lane; if the body reduces along
+    rows, a team of threads does. If there are few lanes and the body is affine in the carry, blocks share the steps of a lane instead
     (see "Few lanes" in docs/loops.md). Several devices run the loops of their own lanes, or their own steps of an affine body.
 
     Raises, when it is traced:
-        TypeError: f is not elementwise over lanes. The error names the operation and the line in f.
+        TypeError: f is neither elementwise over lanes nor reduces along rows. The error names the operation and the line in f.
         ValueError: length is negative, or checkpoint_every is below 1 or given for a number of steps that is symbolic.
         TypeError, ValueError: as for `jax.lax.scan`.
 
@@ -114,7 +119,14 @@ def _check(f, carry, xs):
     closed = jax.make_jaxpr(lambda *leaves: f(*jax.tree.unflatten(tree, leaves)))(*leaves)
     name = getattr(f, "__name__", type(f).__name__)
     label = f"jaxkern.scan: {'f' if name == '<lambda>' else name}"
-    Program(closed.jaxpr, closed.consts, 0, len(jax.tree.leaves(carry)), label)
+    body = closed.jaxpr, closed.consts, 0, len(jax.tree.leaves(carry)), label
+    try:
+        Program(*body)
+    except Unsupported:
+        with contextlib.suppress(Unsupported):
+            RowProgram(*body)
+            return
+        raise
 
 
 def linear_recurrence(

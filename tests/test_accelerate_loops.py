@@ -165,10 +165,14 @@ LEFT = {
         (X,),
         "12 steps unrolled by 12 are few",
     ),
-    "a product": (recurrent, (W, X), "the body uses dot_general at .*test_accelerate_loops.py:[0-9]+.*not elementwise"),
+    "a product": (
+        recurrent,
+        (spec(5000, 5000), spec(12, 4, 5000)),
+        "the body uses dot_general at .*test_accelerate_loops.py:[0-9]+.*not elementwise",
+    ),
     "a reduction": (
         mean,
-        (X,),
+        (spec(12, 2, 5000),),
         "the body uses reduce_max at .*test_accelerate_loops.py:[0-9]+.*a reduction over lanes",
     ),
     "an index": (lambda x: lax.fori_loop(0, 9, lambda i, s: s + x[i], x[0]), (X,), "the body uses dynamic_slice at"),

@@ -28,6 +28,14 @@ CALLS["associative_scan"] = [
 CALLS["row_kernel"] = [(jaxkern.row_kernel(lambda x: x / jnp.sum(x, -1, keepdims=True)), X)]
 CALLS["scan"] = [(lambda x: jaxkern.linear_recurrence(0.5, x), X)]
 CALLS["scan"] += [(lambda x: jaxkern.linear_recurrence(0.5, x), jax.ShapeDtypeStruct((600,), "float32"))]
+CALLS["scan"] += [
+    (
+        lambda x: jaxkern.scan(lambda h, x: (h / jnp.sum(h, -1, keepdims=True) + x, None), x, jnp.zeros((9, 600, 40)))[
+            0
+        ],
+        X,
+    )
+]
 IMAGES = jnp.zeros((4, 32, 32, 128))
 CALLS |= {"group_norm": [(lambda x: jaxkern.group_norm(x, 8), IMAGES)], "batch_norm": [(jaxkern.batch_norm, IMAGES)]}
 CALLS |= {

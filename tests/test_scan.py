@@ -261,24 +261,25 @@ def test_the_same_bits_in_every_run():
 
 
 X, W = jnp.ones((20, 20)), jnp.ones(4)
+LONG = jnp.ones((2, 5000))  # rows that no kernel reduces within a loop
 
 
 @pytest.mark.parametrize(
-    "body, words",
+    "body, words, state",
     [
-        (lambda c, x: (c + x @ X, x), "which is not elementwise"),
-        (lambda c, x: (c - jnp.mean(c), x), "a sum over lanes, which is known only"),
-        (lambda c, x: (c / jnp.max(c), x), "a reduction over lanes"),
-        (lambda c, x: (c, lax.cumsum(x)), "which is not elementwise"),
-        (lambda c, x: (c, x[::-1]), "which is not elementwise"),
-        (lambda c, x: (c + c.T, x), "two dimensions"),
-        (lambda c, x: (c, jax.debug.print("{}", c)), "which has side effects|which is not elementwise"),
-        (lambda c, x: (lax.fori_loop(0, jnp.int32(c[0, 0]), lambda _, c: c + 1, c), x), ""),
+        (lambda c, x: (c + (c @ LONG.T) @ LONG, x), "which is not elementwise", LONG),
+        (lambda c, x: (c - jnp.mean(c), x), "a sum over lanes, which is known only", LONG),
+        (lambda c, x: (c / jnp.max(c), x), "a reduction over lanes", LONG),
+        (lambda c, x: (c, lax.cumsum(x)), "which is not elementwise", X),
+        (lambda c, x: (c, x[::-1]), "which is not elementwise", X),
+        (lambda c, x: (c + c.T, x), "two dimensions", X),
+        (lambda c, x: (c, jax.debug.print("{}", c)), "which has side effects|which is not elementwise", X),
+        (lambda c, x: (lax.fori_loop(0, jnp.int32(c[0, 0]), lambda _, c: c + 1, c), x), "", X),
     ],
 )
-def test_what_is_not_elementwise(body, words):
+def test_what_is_not_elementwise(body, words, state):
     with pytest.raises(TypeError, match=f"^jaxkern.scan: f(: an array| uses .*test_scan.py).*({words})"):
-        jaxkern.scan(body, X, jnp.ones((2, 20, 20)))
+        jaxkern.scan(body, state, jnp.ones((2, *state.shape)))
 
 
 def test_errors_of_jax_stay():

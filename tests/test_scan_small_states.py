@@ -1,13 +1,22 @@
-"""Bodies that act on small states by matrices, as single kernels, and under `jaxkern.accelerate`."""
+"""Bodies that reduce along rows or act on small states by matrices, as single kernels, and under `jaxkern.accelerate`."""
 
+import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plans
 import pytest
+import test_scan_plan
+from conftest import ON_GPU
 from jax import lax
 from test_scan import close, lowered
+from test_scan_plan import FEW, agree, evaluated, scans
 
 import jaxkern
+from jaxkern._core import compat, device, registry
+from jaxkern._engines.loops import plan_rows
+from jaxkern._engines.loops.generate_rows import RowCore
+from jaxkern._engines.loops.row_program import RowProgram
 
 LANES, STEPS = 6, 5
 
@@ -59,27 +68,169 @@ def kalman(scan, n):
     return run, [jnp.eye(n) + 0.1 * numbers(n, n), numbers(STEPS, LANES)]
 
 
-@pytest.mark.parametrize("make, n", [(backward, 4), (sinkhorn, 3), (kalman, 2)])
+def filtered(scan, n):
+    """The forward algorithm with probabilities, and the logarithm of the likelihood."""
+
+    def run(transitions, emissions):
+        def body(carry, e):
+            p, total = carry
+            p = (p @ jnp.square(transitions)) * jnp.square(e)
+            sums = jnp.sum(p, -1, keepdims=True)
+            return (p / sums, total + jnp.log(sums[:, 0])), p
+
+        first = jnp.full((LANES, n), 1 / n, emissions.dtype), jnp.zeros(LANES, emissions.dtype)
+        return scan(body, first, emissions)
+
+    return run, [numbers(n, n) + 2, numbers(STEPS, LANES, n) + 2]
+
+
+def viterbi(scan, n):
+    """The most likely states before each state."""
+
+    def run(transitions, emissions):
+        def body(score, e):
+            scores = score[:, :, None] + transitions
+            return jnp.max(scores, 1) + e, jnp.argmax(scores, 1)
+
+        return scan(body, jnp.zeros((LANES, n), emissions.dtype), emissions)
+
+    return run, [numbers(n, n), numbers(STEPS, LANES, n)]
+
+
+def normalised(scan, n):
+    """A row that is centred in each step, a counter, a parameter for each element and one for all."""
+
+    def run(w, b, x):
+        def body(carry, x):
+            h, count = carry
+            h = jnp.tanh(h * w + x)
+            h = h - jnp.mean(h, -1, keepdims=True) + b * count.astype(x.dtype)
+            largest = jnp.max(lax.stop_gradient(jnp.abs(h)), -1, keepdims=True)
+            return (h, count + 1), (h / (1 + largest), jnp.any(h > 1, -1))
+
+        return scan(body, (jnp.zeros(x.shape[1:], x.dtype), jnp.int32(0)), x)
+
+    return run, [numbers(n), numbers()[()], numbers(STEPS, LANES, n)]
+
+
+def covariances(scan, n):
+    """A matrix for each lane that is multiplied and transposed, lanes in the middle."""
+
+    def run(a, y):
+        def body(p, y):
+            p = jnp.einsum("ij,jbk->ibk", a, p)
+            p = p / (1 + jnp.sum(p * p, (0, 2), keepdims=True)) + y[:, None]
+            return jnp.swapaxes(p, 0, 2), jnp.sum(p, 2)
+
+        return scan(body, jnp.broadcast_to(jnp.eye(n, dtype=y.dtype)[:, None], (n, LANES, n)), y)
+
+    return run, [numbers(n, n), numbers(STEPS, LANES)]
+
+
+def one_row(scan, n):
+    """No lanes."""
+
+    def run(w, x):
+        body = lambda h, x: (jax.nn.softmax(w @ h + x),) * 2
+        return scan(body, jnp.zeros(n, x.dtype), x)
+
+    return run, [numbers(n, n), numbers(STEPS, n)]
+
+
+SMALL = [(backward, 4), (sinkhorn, 3), (kalman, 2)]
+ROWS = [(backward, 6), (filtered, 17), (viterbi, 6), (sinkhorn, 17), (normalised, 100), (normalised, 513)]
+ROWS += [(covariances, 6), (one_row, 32)]
+MORE = [(backward, 2), (backward, 32), (backward, 100), (filtered, 32), (filtered, 100), (viterbi, 100), (sinkhorn, 64)]
+MORE += [(normalised, 2), (normalised, 4000), (covariances, 17), (one_row, 100)]
+
+
+def real_loss(f):
+    real = lambda y: jnp.issubdtype(y.dtype, jnp.floating)
+    return lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*xs)) if real(y))
+
+
+@pytest.mark.parametrize("make, n", SMALL + ROWS + MORE * ON_GPU)
 def test_small_states(make, n):
     (f, operands), (g, _) = (make(scan, n) for scan in (jaxkern.scan, lax.scan))
-    loss = lambda f: lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*xs)))
     every = tuple(range(len(operands)))
-    both = [jax.jit(lambda *xs, f=f: (f(*xs), jax.grad(loss(f), every)(*xs)))(*operands) for f in (f, g)]
+    both = [jax.jit(lambda *xs, f=f: (f(*xs), jax.grad(real_loss(f), every)(*xs)))(*operands) for f in (f, g)]
     close(*both, "float32")
     for run in (f, g):
         with jaxkern.accelerate(force=True):
-            assert lowered(run, *operands)[1] == 0
-            found, loops = lowered(jax.grad(loss(run), every), *operands)
-            assert len(found) == 2 and not loops
+            found, loops = lowered(run, *operands)
+            more, further = lowered(jax.grad(real_loss(run), every), *operands)
+            assert len(found) == 1 and len(more) == 2 and not loops + further
+            assert any("RowLoopKernel" in text for text in (*found, *more)) == ((make, n) not in SMALL)
 
 
 def test_a_call_has_at_most_64_arrays():
-    """The gradient of a matrix of so many numbers is left to XLA; the forward loop is a kernel."""
+    """Where a thread holds a state, the gradient of a matrix of so many numbers has no kernel; teams of threads take it."""
     f, operands = backward(jaxkern.scan, 5)
-    found, loops = lowered(f, *operands)
-    assert len(found) == 1 and not loops
-    found, loops = lowered(jax.grad(lambda *xs: jnp.sum(f(*xs)[0])), *operands)
-    assert loops == 1
-    for text in found:
+    gradient = jax.grad(lambda *xs: jnp.sum(f(*xs)[0]))
+    with jaxkern.algorithms.force(scan="lanes"):
+        (text,), loops = lowered(f, *operands)
         takes, gives = (part.count("[") for part in text.split("\n")[1].split(" -> "))
-        assert takes + gives <= 64
+        assert takes + gives <= 64 and not loops
+        with pytest.raises(ValueError, match="the algorithm 'lanes' cannot run .*; teams can"):
+            lowered(gradient, *operands)
+    found, loops = lowered(gradient, *operands)
+    assert len(found) == 2 and not loops and "RowLoopKernel" in found[1]
+
+
+def planned(e, on=FEW):
+    """(plan, core) of a scan by teams of threads."""
+    closed, counts = e.params["jaxpr"], compat.counts_of_scan(e.params)
+    core = RowCore(RowProgram(closed.jaxpr, closed.consts, *counts, "test"))
+    return plan_rows.plan(on, core, e.params["length"], e.params["reverse"]), core
+
+
+def traced(make, n, dtype, again):
+    """The scans of a function and of its gradient. again: the gradient computes values of a step again, rather than keep them."""
+    f, operands = make(lax.scan, n)
+    operands = [x.astype(dtype) for x in operands]
+    loss = real_loss(
+        make(lambda body, *more, **given: lax.scan(jax.checkpoint(body), *more, **given), n)[0] if again else f
+    )
+    at = tuple(range(len(operands)))
+    return scans(jax.make_jaxpr(lambda *xs: (f(*xs), jax.grad(loss, at)(*xs)))(*operands).jaxpr)
+
+
+ON_THE_CPU = [
+    (backward, 6, "float32", True),
+    (backward, 32, "bfloat16", False),
+    (filtered, 17, "float64", True),
+    (viterbi, 6, "float16", False),
+    (sinkhorn, 17, "float32", False),
+    (normalised, 513, "float32", True),
+    (covariances, 6, "float32", True),
+    (one_row, 100, "float32", True),
+]
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@plans.needs_runtime
+@pytest.mark.parametrize("make, n, dtype, again", ON_THE_CPU)
+def test_kernels_on_the_cpu(make, n, dtype, again):
+    """Every element is written, nothing is read or written out of bounds, and results are right."""
+    with compat.enable_x64(dtype == "float64"):
+        for e in traced(make, n, dtype, again)[: 1 if make is viterbi else None : 2]:
+            made, core = planned(e)
+            assert made.algorithm == "teams"
+            program, given, avals, wanted = evaluated(e, core.program, dtype)
+            agree(program.join(test_scan_plan.run(made, core, given, avals, e.params["length"], False)), wanted, dtype)
+
+
+@plans.needs_nvrtc
+@pytest.mark.parametrize("make, n, on", [(backward, 32, device.A100), (filtered, 100, device.H200)])
+def test_kernels_compile(make, n, on):
+    made, _ = planned(traced(make, n, "float32", True)[-1], on)
+    (step,) = made.launches
+    assert registry.kernels.module.compile(step.header, step.name, on.compute_capability, step.source)
+
+
+def test_any_shape_has_a_plan_within_the_limits_of_the_device():
+    for make, n in ROWS + MORE[-4:]:
+        for e in traced(make, n, "float32", True)[-1:]:
+            for on in plans.DEVICES:
+                if (made := planned(e, on)[0]) is not None:
+                    plans.check_limits(made, on)

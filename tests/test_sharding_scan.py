@@ -123,3 +123,28 @@ def test_split_dimensions_that_only_results_have():
     last = lambda length: jax.jit(lambda x: f(x, length)[0]).lower(split).as_text()
     names = [re.search(r"jaxkern_scan_lanes_\w+", last(length))[0] for length in (3, 4)]
     assert names[0] != names[1]
+
+
+@several
+def test_rows_of_split_lanes():
+    """Lanes send nothing but the gradients of what they share; steps and rows that are split are gathered."""
+
+    def f(p, transitions, x):
+        def body(p, x):
+            p = (p @ transitions) * jnp.exp(x) + 1e-3 * jnp.arange(8.0)[:, None]
+            p = p / jnp.sum(p, -1, keepdims=True)
+            return p, (p, jnp.argmax(p, -1))
+
+        return jaxkern.scan(body, p, x)
+
+    random = lambda *s: np.random.default_rng(0).uniform(0.5, 1, s).astype(np.float32)
+    operands = [random(8, 20), random(20, 20), random(LENGTH, 8, 20)]
+    both = gradient(f, operands)
+    for specs in ((P("r"), P(), P(None, "r")), (P(("r", "c")), P("c"), P("r", None, "c"))):
+        split = put(mesh(), operands, specs)
+        close(jax.jit(both)(*split), jax.jit(both)(*map(jnp.asarray, operands)))
+    split = put(mesh(), operands, (P("r"), P(), P(None, "r")))
+    whole = jax.jit(f).lower(*split)
+    assert "jaxkern_scan_lanes" in whole.as_text() and not messages(whole.compile().as_text())
+    sent = messages(jax.jit(both).lower(*split).compile().as_text())
+    assert set(sent) <= {"all-reduce"} and max(sent["all-reduce"]) <= 400

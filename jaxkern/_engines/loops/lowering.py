@@ -1,10 +1,13 @@
 """Scans on CUDA: the lowering rule of JAX's `scan_p` for bodies that `jaxkern.scan` has marked.
 
 `loop_p` is the identity on one array. JAX's rules keep it in derivatives and batches of a body, so it marks these too. A scan
-whose body has a mark becomes one kernel, if its body is elementwise over lanes; every other scan is lowered by JAX's rule.
+whose body has a mark becomes one kernel, if its body is elementwise over lanes, or reduces along small dimensions; every other
+scan is lowered by JAX's rule.
 """
 
+import contextlib
 import functools
+import math
 import typing
 
 import jax
@@ -16,11 +19,14 @@ from jax.interpreters import ad, batching, mlir
 from jaxkern._core import algorithms, compat, device, environment, launch, registry, stablehlo, switch
 from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.jaxpr import Value
-from jaxkern._engines.loops import ahead, plan, scan_sharding
+from jaxkern._engines.loops import ahead, plan, plan_rows, scan_sharding
 from jaxkern._engines.loops.generate import Core
+from jaxkern._engines.loops.generate_rows import RowCore
 from jaxkern._engines.loops.program import Program
+from jaxkern._engines.loops.row_program import RowProgram
 
 TARGET = "jaxkern_scan"
+OPERATION, TEAMS = "scan", "teams"
 LABEL = "jaxkern.scan"
 SECTOR = 32  # bytes that a GPU reads at once
 
@@ -46,7 +52,7 @@ class Loop(typing.NamedTuple):
     """
 
     program: Program
-    core: Core | None
+    core: Core | RowCore | None
     launches: launch.Plan | None
     length: int
     sources: dict = {}
@@ -65,6 +71,32 @@ def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
         raise Unsupported(f"{label}: symbolic shapes")
     if not length or not all(n for a in (*ctx.avals_in, *ctx.avals_out) for n in a.shape):
         raise Unsupported(f"{label}: arrays without elements")
+    body = jaxpr, consts, num_consts, num_carry
+    if algorithms.forced(OPERATION) == TEAMS:
+        with contextlib.suppress(Unsupported):
+            return _in_teams(*body, length, reverse, label)
+    try:
+        return _in_lanes(operands, *body, length, reverse, label)
+    except Unsupported:
+        with contextlib.suppress(Unsupported):
+            return _in_teams(*body, length, reverse, label)
+        raise
+
+
+def _in_teams(jaxpr, consts, num_consts, num_carry, length, reverse, label) -> Loop:
+    """A scan whose body reduces along rows: a team of threads runs a lane."""
+    program = RowProgram(jaxpr, consts, num_consts, num_carry, label)
+    core = RowCore(program)
+    problem = plan.Problem(math.prod(d.size for d in program.dims), length, row=max(d.size for d in program.rows))
+    algorithms.pick(OPERATION, algorithms.forced(OPERATION), problem)
+    launches = plan_rows.plan(device.this_device(), core, length, reverse)
+    if launches is None:
+        raise Unsupported(f"{label}: a body of that many arrays, statements or elements of matrices has no kernel")
+    return Loop(program, core, launches, length)
+
+
+def _in_lanes(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label) -> Loop:
+    """A scan whose body is elementwise over lanes: a thread runs a lane."""
     program = Program(jaxpr, consts, num_consts, num_carry, label)
     parts = ahead.split(program, device.this_device().sm_count)
     if parts is not None:

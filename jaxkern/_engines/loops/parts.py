@@ -197,7 +197,7 @@ def _of_parts(program, step, parts, new, part, apart) -> list:
     steps, add = _adder(step, parts)
     for place in parts[step.result]:
         at = dict(zip((a for a, d in enumerate(step.result.dims) if d in apart), place))
-        pick = lambda v: part(v, {a: at.get(b) for a, b in _axes(step, v).items()})
+        pick = lambda v: part(v, {a: at.get(b) for a, b in kept_axes(step, v).items()})
         operands = list(map(pick, step.operands))
         results = [parts[v][place] for v in step.results]
         if len(parts[step.result]) == 1 and all(a is b for a, b in zip(operands, step.operands)):
@@ -212,7 +212,7 @@ def _of_parts(program, step, parts, new, part, apart) -> list:
     return steps
 
 
-def _axes(step, v) -> dict:
+def kept_axes(step, v) -> dict:
     """{axis of an operand: the same axis of the result} of a step that does not move data. A dimension may occur twice."""
     own, out = ([a for a, d in enumerate(x.dims) if d is not None] for x in (v, step.result))
     if step.name == "broadcast_in_dim":
@@ -262,7 +262,7 @@ def _reduced(program, step, parts, part, apart) -> list:
     equation = jax.make_jaxpr(combine)(scalar, scalar).eqns[0]
     mine = [a for a in axes_of(step.name, step.params) if x.dims[a] in apart]
     steps, add = _adder(step, parts)
-    kept = _axes(step, x)
+    kept = kept_axes(step, x)
     for place in parts[step.result]:
         at = dict(zip((a for a, d in enumerate(step.result.dims) if d in apart), place))
         total = None

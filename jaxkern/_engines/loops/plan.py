@@ -3,6 +3,7 @@
 lanes      a thread runs all steps of its lanes
 columns    threads and blocks share the steps of a lane, for few lanes whose body is affine in the carry
 tiles      the same for one lane
+teams      a team of threads shares a lane, where the body reduces along rows; see plan_rows.py
 """
 
 import math
@@ -19,22 +20,26 @@ HEADER = "loops/loops.cuh"
 NAME = "Body"
 MOST_ARRAYS = 63  # of a call, beside scratch: kMostBuffers of ffi/runtime/handler.cc
 MOST_BYTES = 4000  # of the arguments of a kernel
-ALGORITHMS = ("lanes", "columns", "rows")
+ALGORITHMS = ("lanes", "columns", "rows", "teams")
 DTYPES = tuple(define.CUDA_TYPES)
 
 
 class Problem(typing.NamedTuple):
     """numbers: of the map of a step, in words of 32 bits. affine: whether the body is affine in its carries. adjacent: whether
-    the steps of each lane lie side by side in memory, in arrays with all lanes."""
+    the steps of each lane lie side by side in memory, in arrays with all lanes. row: elements of the longest row along which the
+    body reduces."""
 
     lanes: int
     steps: int
     numbers: int = 2
     affine: bool = True
     adjacent: bool = False
+    row: int = 0
 
 
 def fits(algorithm, problem, device=None) -> bool:
+    if problem.row or algorithm == "teams":
+        return problem.row > 0 and algorithm == "teams"
     if algorithm == "lanes":
         return True
     rows = problem.lanes == 1 or problem.adjacent
@@ -42,6 +47,8 @@ def fits(algorithm, problem, device=None) -> bool:
 
 
 def choose(problem, device=None) -> str:
+    if problem.row:
+        return "teams"
     sms = device.sm_count if device is not None else 132
     few = problem.steps >= tuning.CUT_STEPS and problem.lanes < tuning.CUT_LANES * sms
     if problem.adjacent and problem.lanes > 1:  # another algorithm would need transposed arrays

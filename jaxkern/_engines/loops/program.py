@@ -69,6 +69,16 @@ class Program(Flat):
 
     def _read_body(self, jaxpr, consts, num_consts, num_carry, reduces):
         """reduces: whether small dimensions are taken apart also where the body reduces them."""
+        self._inline_body(jaxpr, consts, num_consts, num_carry)
+        for step in self.steps if reduces else ():
+            self._moved += [(d, step) for d in self.over(step) if d.size <= parts.MOST]
+        parts.split(self, self._moved)
+        self._remove_unused()
+        self._find_lanes()
+        self._find_accumulators()
+
+    def _inline_body(self, jaxpr, consts, num_consts, num_carry):
+        """Sets operands, steps and results, with the dimensions that they share."""
         self.steps, self._calls = [], []
         self.captured, self._moved = {}, []
         inputs = [self._value(v.aval) for v in jaxpr.invars]
@@ -87,22 +97,20 @@ class Program(Flat):
                 if d is not None:
                     d.unite(e)
         self._unite()
-        for step in self.steps if reduces else ():
-            self._moved += [(d, step) for d in self.over(step) if d.size <= parts.MOST]
-        parts.split(self, self._moved)
-        self._remove_unused()
-        self._find_lanes()
-        self._find_accumulators()
 
     def _refuse(self, jaxpr):
         """Fails at the first operation that no kernel of a loop has, before anything is read: bodies may be whole models."""
         for e in jaxpr.eqns:
-            if e.primitive.name in NEVER:
+            if self.is_never(e):
                 self.fail(Step(e.primitive.name, [], [], e, {}, tuple(self._calls)), self.otherwise)
             self._calls.append(e)
             for inner in inner_jaxprs(e):
                 self._refuse(inner)
             self._calls.pop()
+
+    def is_never(self, equation) -> bool:
+        """Whether no kernel of a loop has this operation."""
+        return equation.primitive.name in NEVER
 
     def _constant(self, c):
         """A number that is known, or else an operand in front of the others."""
@@ -280,7 +288,7 @@ class Program(Flat):
                     continue
             elif started:
                 pass
-            elif name in MOVES and out.set() == step.operands[0].set() or name in ("neg", "conj", *REDUCTIONS):
+            elif name in MOVES and out.set() == step.operands[0].set() or name in ("neg", "conj") or self.is_sum(step):
                 partial[out] = terms.pop()
                 continue
             elif name == "convert_element_type" and jnp.issubdtype(out.dtype, jnp.inexact):
@@ -301,7 +309,15 @@ class Program(Flat):
             if v in partial and k >= self.num_carry:
                 self.sums[k] = partial[v]
             elif v in partial or (v in summed and summed[v] != k) or (k in self.accumulators and v not in summed):
-                raise Unsupported(f"{self.label}: a carry is a sum over lanes, which is known only after the loop")
+                self.fail_of_sum(v)
+
+    def is_sum(self, step) -> bool:
+        """Whether a step reduces nothing but lanes, or is a sum."""
+        return step.name in REDUCTIONS
+
+    def fail_of_sum(self, v):
+        """Fails for a carry that is a sum over lanes."""
+        raise Unsupported(f"{self.label}: a carry is a sum over lanes, which is known only after the loop")
 
     def _is_zero(self, v) -> bool:
         while isinstance(v, Value):

@@ -4,8 +4,10 @@ Where lanes are split, every device runs the loop of its own lanes and sends not
 split and the body is affine in its carries (affine.py), every device composes the maps of its own steps, all devices gather these
 maps, and each runs its steps from the carries before them: a map for each lane is all that is sent. Steps of other bodies are
 gathered. The part of a device is JAX's scan under vmap, from the scalar functions of the kernel. On CUDA its lowering rule makes
-a kernel of it.
+a kernel of it. Bodies that reduce along rows are in row_sharding.py.
 """
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,11 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jaxkern._core import compat, partition
 from jaxkern._core.cpp import Unsupported
 from jaxkern._core.jaxprs import computing
+from jaxkern._engines.loops import row_sharding
 from jaxkern._engines.loops.cut import Maps
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
+from jaxkern._engines.loops.row_program import RowProgram
 
 STEPS = "steps"
 
@@ -35,14 +39,10 @@ def lower(ctx, operands, params, mark, label):
         return None
     closed, (num_consts, num_carry) = params["jaxpr"], compat.counts_of_scan(params)
     jaxpr, consts = (closed.jaxpr, closed.consts) if isinstance(closed, ClosedJaxpr) else (closed, ())
-    try:
-        program = Program(jaxpr, consts, num_consts, num_carry, label)
-    except Unsupported:
+    program, core = _read(jaxpr, consts, num_consts, num_carry, label)
+    if program is None or program.captured:
         return None
-    if program.captured:
-        return None
-    core = Core(program)
-    maps = Maps(core).loop
+    maps = None if core is None else Maps(core).loop
     first_x = num_consts + num_carry
     lanes = {d: f"d{k}" for k, d in enumerate(program.dims)}
 
@@ -55,9 +55,11 @@ def lower(ctx, operands, params, mark, label):
     dims += [named(len(dims) + k, v, True) for k, v in enumerate(program.returned[num_carry:])]
     results = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in map(compat.physical, ctx.avals_out))
     every = {name for names in dims for name in names}
-    summed = {lanes[d] for k in (*program.accumulators, *program.sums) for d in _terms(core, k) if d is not None}
+    sums = program.accumulators | program.sums
+    terms = sums.values() if core is None else (_terms(core, k) for k in sums)
+    summed = {lanes[d] for own in terms for d in own if d is not None}
     unread = set(lanes.values()).difference(*dims[: len(operands)])  # only results have them
-    exact = summed | {lanes[d] for d in core.indices} | unread | {STEPS}
+    exact = summed | {lanes[d] for d in (program if core is None else core).indices} | unread | {STEPS}
     whole = every.difference(lanes.values(), {STEPS}) | (set() if maps is not None and core.xs else {STEPS})
     gone = {STEPS, *lanes.values()}.intersection(every).difference(*dims[len(operands) :])
     inner = ctx.replace(avals_in=list(map(compat.physical, ctx.avals_in)), avals_out=list(results))
@@ -66,11 +68,24 @@ def lower(ctx, operands, params, mark, label):
     def shard(over, *parts, results, loop):
         del loop
         axes = {d: tuple(over.get(name, ())) for d, name in lanes.items()}
+        if core is None:
+            return row_sharding.Part(program, axes, parts, params["length"]).run(params["reverse"], mark, results)
         return _Part(core, axes, parts, params["length"]).run(
             maps, tuple(over.get(STEPS, ())), params["reverse"], mark, results
         )
 
     return partition.lower(inner, _whole_p, operands, given, dims, shard, exact=exact, summed=tuple(gone), whole=whole)
+
+
+def _read(*given):
+    """(Program, Core) of a body, (RowProgram, None) if it reduces along rows, or (None, None)."""
+    try:
+        program = Program(*given)
+        return program, Core(program)
+    except Unsupported:
+        with contextlib.suppress(Unsupported):
+            return RowProgram(*given), None
+        return None, None
 
 
 def _terms(core, k) -> tuple:

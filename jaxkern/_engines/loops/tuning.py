@@ -61,3 +61,14 @@ CUT_NUMBERS = 8  # words of the maps of a thread's lanes
 CUT_BLOCKS = 8  # for each multiprocessor, from which a thread takes several lanes
 CUT_RESIDENT = 3  # blocks of a multiprocessor, with 80 registers per thread
 MANY_NUMBERS = 4  # words of a map, from which there is a block less: advantages of 1024 x 2048 take 15.8 -> 11.2 us
+
+# ---- loops with rows
+
+MOST_ARRAYS = 63  # of a call, beside scratch: kMostBuffers of ffi/runtime/handler.cc
+WARP_ROW = 256  # elements of a row that a warp takes, at most
+ISSUED = 128  # threads of a multiprocessor that run an instruction in a cycle
+ROW_STEP = 16384  # instructions of a thread that take as long as the launches of a step's kernels in XLA
+UNSTAGED = 16 << 20  # bytes of matrices that all lanes read from L2 in a step, at most
+ROW_AHEAD = 4  # steps that are loaded ahead, at most
+ROW_LATENCY = 600  # statements of a thread that take as long as a load from memory
+ROW_WORDS = 16  # registers of a thread that hold elements of xs

@@ -1,0 +1,169 @@
+"""Pieces of the C++ of a loop with rows: loops over elements, offsets in memory, and shared memory with its barriers."""
+
+import math
+
+from jaxkern._core.cpp import cpp_type
+from jaxkern._core.define import ceil_div
+from jaxkern._core.jaxprs import computing
+from jaxkern._engines.jaxpr import merged
+
+
+class Pieces:
+    """What row_writer.Writer builds on. core: a generate_rows.RowCore. team, threads: of a lane, and of a block."""
+
+    def __init__(self, core, team, threads):
+        self._core, self._p, self._team, self._threads = core, core.program, team, threads
+        self.maps, self._functors, self._types = [], [], []
+        self._members, self._begin, self._load, self._x, self._step, self._end = [], [], [], [], [], []
+        self._ids: dict = {}
+        self._offsets: dict = {}  # of shared memory: (area, bytes into it)
+        self._area = {"block": 0, "own": 0}
+        self._dirty = None  # (what is written, what is read) since threads waited; None: anything
+        self._globals: dict = {}  # matrix that is read from memory: (place among these, its Array, text of the distance of a step)
+        self._flips: dict = {}  # matrix that is carried: bytes of each of its two buffers
+
+    def _id(self, v) -> int:
+        return self._ids.setdefault(v, len(self._ids))
+
+    def _functor(self, function) -> str:
+        self._functors.append(function)
+        return f"${len(self._functors) - 1}()"
+
+    def _type(self, v) -> str:
+        return cpp_type(computing(v.dtype))
+
+    def _items(self, n) -> int:
+        return ceil_div(n, self._team)
+
+    def _each(self, n, name, lines) -> list:
+        """A loop over the elements of a row that a thread owns."""
+        inner = [f"const int {name} = t + k * {self._team};"]
+        whole = n % self._team == 0
+        inner += lines if whole else [f"if ({name} < {n}) {{", *(f"  {line}" for line in lines), "}"]
+        return ["#pragma unroll", f"for (int k = 0; k < {self._items(n)}; ++k) {{", *(f"  {i}" for i in inner), "}"]
+
+    def _every(self, sizes, lines, of_block=False) -> list:
+        """A loop over the elements of a matrix, spread over the threads of a team or of the block."""
+        first, by = ("static_cast<int>(threadIdx.x)", self._threads) if of_block else ("t", self._team)
+        head = f"for (int e = {first}; e < {math.prod(sizes)}; e += {by}) {{"
+        return ["#pragma unroll 1", head, *(f"  {line}" for line in [*self._places("e", sizes, "o"), *lines]), "}"]
+
+    def _places(self, whole, sizes, letter) -> list:
+        """The indices of element `whole` of an array of these sizes."""
+        found = []
+        for k, n in enumerate(sizes):
+            rest = math.prod(sizes[k + 1 :])
+            at = whole if rest == 1 else f"{whole} / {rest}"
+            found.append(f"const int {letter}{k} = {at if k == 0 else f'{at} % {n}'};")
+        return found
+
+    def _lane_offset(self, groups, lane) -> str:
+        if not groups:
+            return "0"
+        if len(groups) == 1:
+            return f"{lane} * {groups[0][1]}"
+        if groups not in self.maps:
+            self.maps.append(groups)
+        return f"a.map[{self.maps.index(groups)}]({lane})"
+
+    def _pointer(self, k, array, lane="lane") -> str:
+        """A pointer to what a lane has of an operand. k: its place among those that the kernel reads."""
+        offset = self._lane_offset(array.groups(self._p.dims), lane)
+        return f"static_cast<const {cpp_type(array.dtype)}*>(a.in[{k}]) + {offset}"
+
+    def _offset(self, array, names) -> str:
+        """The offset of an element of an array in memory."""
+        terms = [f"{name} * {array.strides[a]}" for a, name in zip(array.rows, names)]
+        return " + ".join(terms) or "0"
+
+    def _owner(self, array) -> str:
+        """Whether a thread's lane stores an array that may lack lanes."""
+        lacking = merged_places([d for d in self._p.dims if d not in array.dims], self._p.dims)
+        offset = self._lane_offset(lacking, "lane")
+        return "active" if offset == "0" else f"active && {offset} == 0"
+
+    # ---- shared memory
+
+    def _place(self, key, count, dtype, area="own") -> None:
+        at = self._area[area] + 15 & ~15
+        self._offsets[key] = area, at
+        self._area[area] = at + count * computing(dtype).itemsize + 15 & ~15
+
+    def _shared(self, key, type_, index, area=None, flips="") -> str:
+        own, at = self._offsets[key]
+        area = own if own == "block" or area is None else area
+        return f"Shared<{type_}>({area}, {at}{flips})[{index}]"
+
+    def _padded(self, sizes, names) -> str:
+        """The offset of an element of a matrix in shared memory. Rows have an odd length, so that columns lie in all banks."""
+        strides = padded_strides(sizes)
+        return " + ".join(f"{n} * {s}" for n, s in zip(names, strides))
+
+    def _sync(self, of_block=False) -> None:
+        self._step.append("__syncthreads();" if of_block or self._team > 32 else "__syncwarp();")
+        self._dirty = set(), set()
+
+    def _reads(self, keys) -> None:
+        if keys and (self._dirty is None or self._dirty[0] & set(keys)):
+            self._sync()
+        if keys:
+            self._dirty[1].update(keys)
+
+    def _writes(self, keys) -> None:
+        if keys and (self._dirty is None or self._dirty[1] & set(keys)):
+            self._sync()
+        if keys:
+            self._dirty[0].update(keys)
+
+    # ---- leaves
+
+    def _leaf(self, leaf, own, mate=False) -> tuple:
+        """(the text of a leaf, the keys of the shared memory that it reads).
+
+        own: the index whose elements a thread owns. mate: of the lane `mate_lane` of the block, with shared memory at `mate`.
+        """
+        v, names = leaf
+        if not isinstance(names, tuple):
+            return (names if isinstance(names, str) else "0" if names is None else f"place{self._place_of(names)}"), ()
+        n, type_ = self._id(v), self._type(v)
+        area = "mate" if mate else None
+        if not names:
+            return (self._shared(v, type_, 0, area), (v,)) if mate else (f"v{n}", ())
+        if len(names) == 1:
+            if names[0] == own and not mate:
+                return f"v{n}[k]", ()
+            return self._shared(v, type_, names[0], area), (v,)
+        if v in self._globals:
+            k, array, steps = self._globals[v]
+            pointer = f"({self._pointer(k, array, 'mate_lane')}{steps})" if mate else f"g{n}"
+            return f"Wide<{cpp_type(v.dtype)}>({pointer}[{self._offset(array, names)}])", ()
+        flips = f" + flip * {self._flips[v]}" if v in self._flips else ""
+        return self._shared(v, type_, self._padded(self._p.sizes(v), names), area, flips), (v,)
+
+    def _leaves(self, nest, own, mate=False, known=None):
+        known = known or {}
+        found = [(known[leaf[0]], ()) if leaf[0] in known else self._leaf(leaf, own, mate) for leaf in nest.leaves]
+        return [text for text, _ in found], [key for _, keys in found for key in keys]
+
+    def _place_of(self, dim) -> int:
+        return self._dims.index(dim)
+
+
+def padded_strides(sizes) -> list:
+    strides = [1]
+    for k, n in enumerate(reversed(sizes[1:])):
+        strides.append(strides[-1] * (n | 1 if k == 0 else n))
+    return strides[::-1]
+
+
+def padded_count(sizes) -> int:
+    return padded_strides(sizes)[0] * sizes[0]
+
+
+def merged_places(dims, lanes) -> list:
+    """The index map of the place of a lane along some dimensions, in order."""
+    strides, stride = {}, 1
+    for d in reversed(lanes):
+        if d in dims:
+            strides[d], stride = stride, stride * d.size
+    return merged((d.size, strides.get(d, 0)) for d in reversed(lanes))
