@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ON_GPU
+from losses import exact
 from plans import needs_runtime
 from reference import DTYPES, computing
-from test_loss import exact
 
 import jaxkern
 from jaxkern import algorithms

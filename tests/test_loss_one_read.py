@@ -6,16 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_loss import (
+from losses import needs_kernels, needs_runtime, problem
+from test_loss_programs import (
     ROWS,
     SHAPE,
     compiled,
     masked_mean,
     mean_loss,
-    needs_kernels,
-    needs_runtime,
     plain,
-    problem,
     squared_mean,
 )
 
