@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkern
-from benchmarks import _geometric, _goals, _loops, _report, _run, _timing, _torch
+from benchmarks import _by_hand, _geometric, _goals, _loops, _report, _run, _timing, _torch
 from jaxkern._core import switch
 
 OPERATION = "programs"
@@ -605,6 +605,9 @@ def programs() -> list[Program]:
         ("adaptive integrator", _loops.integrator, 20),
     ):
         found.append(Program(name, "float32", lambda t, small, make=make: Training(*make(t, small)), required))
+    for name, make in _by_hand.PROGRAMS.items():
+        make = functools.partial(_trained, make)
+        found.append(Program(f"{name}, by hand", "bfloat16", make, 0.98))
     found.append(Program("sinkhorn, ott-jax", "float32", _sinkhorn, 1.0, package="ott"))
     return [p for p in found if not p.package or importlib.util.find_spec(p.package)]
 

@@ -16,7 +16,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern._accelerate import cumulative, functions, loops, replace, rules
+from jaxkern._accelerate import cumulative, functions, loops, replace, rows, rules
 from jaxkern._core import arrays, compat, decisions, switch, validate
 from jaxkern._core.decisions import Explanation
 from jaxkern._core.switch import Settings
@@ -61,7 +61,10 @@ class accelerate(contextlib.ContextDecorator):
         "cumsum", "cumprod", "cummax", "cummin",      `jnp.cumsum`, `jnp.cumprod`, and the functions of these names in `jax.lax`
         "cumlogsumexp"
 
-    log_softmax is taken on request alone, by `only`. LayerNorm and RMSNorm of other libraries run as they are:
+        "rows"                                        what a program computes with rows by `jnp.mean`, `jnp.sum`, `jnp.max`: norms,
+                                                      masked softmax, losses, and their gradients
+
+    log_softmax and rows are taken on request alone, by `only`. LayerNorm and RMSNorm of other libraries run as they are:
     `jaxkern.layer_norm` and `jaxkern.rms_norm` are functions to call in their place.
 
     If gathers of rows and elementwise arithmetic compute the updates of a scatter, as in `segment_sum(x[senders] *
@@ -204,8 +207,9 @@ def installed() -> tuple[str, ...]:
 def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.Any) -> typing.Callable[..., Explanation]:
     """A function of the arguments of `f` that reports which operations of `f` would run on jaxkern; it runs nothing.
 
-    It uses the settings of the enclosing `accelerate` or `install`; without one, the settings of `accelerate()`. Operations
-    that are taken only on request are listed as left, with the reason "on request: ...".
+    It uses the settings of the enclosing `accelerate` or `install`; without one, the settings of `accelerate()`. Gradients of
+    log_softmax, which are taken only on request, are listed as left, with the reason "on request: ...". Rows are listed if
+    `only` names them.
 
     Args:
         f: a callable, jitted or not: a function, a method, `equinox.filter_jit(f)`, a partial function.
@@ -231,7 +235,7 @@ def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.An
 
     def explained(*args, **kwargs) -> Explanation:
         settings = switch.current() or _settings(None, (), False, False)
-        listed = frozenset(switch.ON_REQUEST) - settings.operations
+        listed = frozenset(switch.LISTED) - settings.operations
         settings = settings._replace(
             operations=settings.operations | listed,
             listed=listed,
@@ -313,6 +317,7 @@ def _register(platform):
     rules.register(platform)
     loops.register(platform)
     cumulative.register(platform)
+    rows.register()
 
 
 @contextlib.contextmanager

@@ -234,6 +234,18 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
     return loss.astype(logits.dtype)
 
 
+# What stands in a program for a replaced function, with JAX's own operations as its reference.
+MARKS = frozenset(
+    (
+        row_statistics_p,
+        row_softmax_p,
+        softmax_gradient_p,
+        row_log_softmax_p,
+        log_softmax_tangent_p,
+        log_softmax_gradient_p,
+    )
+)
+
 TARGETS = (
     # One function, by the name of either module: a process may have imported one of them alone.
     Target("logsumexp", "jax.nn", "logsumexp", _logsumexp),

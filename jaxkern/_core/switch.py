@@ -35,11 +35,15 @@ TAKEN = {
     "cummax": "`jax.lax.cummax`",
     "cummin": "`jax.lax.cummin`",
     "cumlogsumexp": "`jax.lax.cumlogsumexp`",
+    "rows": "what a program computes with rows by `jnp.mean`, `jnp.sum` and `jnp.max`: norms, masked softmax, losses, and their "
+    "gradients",
     "while_loop": "while loops in which each lane stops on its own: under `jax.vmap`, or with `jnp.any` over lanes as condition",
 }
 OPERATIONS = tuple(TAKEN)
 # Taken only if named: less close to the original. All others are the default. The docstring of `accelerate` names them too.
-ON_REQUEST = ("log_softmax",)
+ON_REQUEST = ("log_softmax", "rows")
+# Of these, what `explain` lists although it is not named.
+LISTED = ("log_softmax",)
 DEFAULT = tuple(name for name in OPERATIONS if name not in ON_REQUEST)
 # {a former name: what to do in its place}
 FORMER = {

@@ -1,0 +1,192 @@
+"""How long XLA and one kernel take for a region of rows: a model of bytes, arithmetic and launches.
+
+A kernel takes the time in which a copy moves its bytes, or the time of its elementary functions (exp, tanh), whichever is longer. The
+constants are fitted to `benchmarks/results/row_kernel-NVIDIA_H200.json` and to the regions of the programs in
+`benchmarks/_by_hand.py` on an H200 (jaxlib 0.11.2, device time); tests/test_cost.py holds the model to the former.
+
+XLA fuses elementwise operations into the reduction or the result that reads them, so a kernel of XLA reads arrays that are in
+memory, and again for each reduction that waits for another one. It makes one kernel of all, by Triton, if a single array of rows is
+written, nothing is summed over rows, no element is picked, and no number of a row is kept for the backward pass.
+"""
+
+import dataclasses
+import math
+
+from jaxkern._engines.jaxpr import Value
+from jaxkern._engines.rows import tuning
+from jaxkern._engines.rows.core import DEAR
+from jaxkern._engines.rows.picks import PICKS
+
+GAIN = 1.03  # XLA's time over the kernel's, at least, where a region is taken
+BANDWIDTH = 4.2e12  # bytes that a copy moves in a second
+LAUNCH = 1.5e-6  # seconds between a kernel and the next
+
+XLA_TRITON = 1.0
+# Triton's kernel where it has several stages or elementary functions: in 16 bits [soft_cap, 32768x4096: 1.8 and 3.0 backward], and of
+# long rows [soft_cap, float32 8192x16384: 2.2].
+TRITON_NARROW, TRITON_LONG, LONG = 1.6, 1.4, 8192
+# Seconds of an elementary function of an element: in XLA; in our kernels [capped transformer, its loss: 1210 us, with tanh in each of
+# three passes; the loss of llama: 490 us]; in those that store 16-bit numbers alone, which compute coarsely [scores: 94 us].
+XLA_FUNCTION, FUNCTION, COARSE_FUNCTION = 0.7e-12, 0.9e-12, 0.28e-12
+# Seconds for each array of columns that a kernel sums over rows: blocks store partial sums, which a second kernel adds [llama, gradient
+# of a norm, bfloat16 8192x1024: 30 us for 50 MB; gated_norm backward, bfloat16 32768x4096: 338 us for 1342 MB].
+SUMS = 13e-6
+CLUSTER_SUMS = (
+    1.5  # factor where rows of 16 bits that are summed take a cluster [gated_norm backward, bfloat16 8192x16384]
+)
+RAGGED = {2: 1.8, 4: 1.3, 8: 1.1}  # factor of rows that are not whole packs, by the bytes of an element [10872x12345]
+READS_ALONE = 1.15  # factor of a kernel that writes no rows and reduces in several stages
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of a region in XLA and as one kernel, and the bytes that each moves."""
+
+    xla: float
+    kernel: float
+    xla_bytes: int
+    kernel_bytes: int
+
+    @property
+    def wins(self) -> bool:
+        return self.xla >= GAIN * self.kernel
+
+    def beside(self, moved: int) -> "Estimate":
+        """The estimate with bytes that are moved because a kernel cannot be fused with its neighbours."""
+        kernel, kernel_bytes = self.kernel + moved / BANDWIDTH, self.kernel_bytes + moved
+        return dataclasses.replace(self, kernel=kernel, kernel_bytes=kernel_bytes)
+
+    def __str__(self):
+        return (
+            f"XLA {self.xla * 1e6:.0f} us, {self.xla_bytes / 1e6:.3g} MB; "
+            f"one kernel {self.kernel * 1e6:.0f} us, {self.kernel_bytes / 1e6:.3g} MB"
+        )
+
+
+def estimate(core, plan) -> Estimate:
+    """core: of the region's row function. plan: of its kernel."""
+    model = _Model(core)
+    xla, xla_bytes = model.xla()
+    kernel, kernel_bytes = model.kernel(plan)
+    return Estimate(xla, kernel, xla_bytes, kernel_bytes)
+
+
+def _bytes(v, dtype=None) -> int:
+    return math.prod(d.size for d in v.dims if d is not None) * (dtype or v.dtype).itemsize
+
+
+class _Model:
+    """What XLA and the row engine make of a region; core: of its row function."""
+
+    def __init__(self, core):
+        self.core, self.program = core, core.program
+        self.made = {v: step for step in self.program.steps for v in step.results}
+        self.elements = math.prod(d.size for d in (self.program.row, *self.program.others))
+        types = [*(self.program.operands[k].dtype for k in core.rows), *(o.dtype for o in core.of_kind("row"))]
+        self.narrow = min([d.itemsize for d in types] or [4])  # bytes of an element
+        self.stages: dict = {}  # {stage: its reductions along the row}
+        for step in core.steps():
+            picks = step.origin is not None and step.origin.primitive.name == "gather"  # one element of a row
+            if self.program.row in self.program.over(step) and not picks:
+                self.stages.setdefault(step.result.stage, []).append(step)
+        self.stored: set = set()  # rows that XLA stores on the way
+
+    # ---- the row engine
+
+    def kernel(self, plan):
+        """(seconds, bytes) of the region's kernel."""
+        core = self.core
+        moved = sum(_bytes(self.program.operands[k]) for k in self.program.used)
+        moved += sum(_bytes(o.result, o.dtype) for o in core.outputs)
+        reads = plan.algorithm in ("streaming", "split")  # rows again in each stage
+        if reads:
+            rows = sum(_bytes(self.program.operands[k]) for k in core.rows)
+            moved += rows * (len(core.stages) - (not core.of_kind("row")))
+        factor, columns = 1.0, len(core.of_kind("columns"))
+        if columns and plan.algorithm == "cluster" and self.narrow <= 2:
+            factor = CLUSTER_SUMS
+        elif not core.of_kind("row") and len(core.stages) > 1:
+            factor = READS_ALONE
+        if self.program.row.size * self.narrow % tuning.PACK_BYTES:
+            factor *= RAGGED.get(self.narrow, RAGGED[2])
+        passes = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in core.passes]
+        passes.append([o.value for o in core.outputs if o.kind in ("row", "columns")])
+        kept = {} if reads else core.kept_values
+        functions = sum(
+            self._functions(values, {v for v, at in kept.items() if at < p}) for p, values in enumerate(passes)
+        )
+        arithmetic = functions * (COARSE_FUNCTION if core.coarse else FUNCTION)
+        launches = len(plan.launches) + bool(core.epilogue)
+        return max(moved * factor / BANDWIDTH, arithmetic) + columns * SUMS + launches * LAUNCH, moved
+
+    # ---- XLA
+
+    def xla(self):
+        """(seconds, bytes) of XLA's kernels."""
+        core = self.core
+        kernels = []  # (values that a kernel computes, arrays that it writes)
+        sums = [o for o in core.outputs if o.kind in ("columns", "total")]
+        rows = [o for o in core.outputs if o.kind == "row"]
+        picks = {id(s.origin): s.origin for s in core.steps() if s.origin and s.origin.primitive.name in PICKS}
+        # Zeros, and the updates in them, are arrays of rows.
+        scattered = sum(e.invars[0].aval.dtype.itemsize for e in picks.values() if e.primitive.name != "gather")
+        # Rows that depend on no reduction are written first, if that takes several arrays, and read from then on.
+        early = [o for o in rows if isinstance(o.value, Value) and o.value.stage == 0]
+        seconds, moved = 2 * scattered * self.elements / BANDWIDTH, 2 * scattered * self.elements
+        for o in early if len(early) < len(rows) else ():
+            if len(self._leaves([o.value])) > 1:
+                kernels.append(self._kernel_of([o.value], [o]))
+                self.stored.add(o.value)
+        late = [o for o in rows if o.value not in self.stored]
+        values = [o.value for o in (*late, *(o for o in sums if o.kind == "columns"))]
+        reduced = [[v for s in steps for v in s.operands] for steps in self.stages.values()]
+        whole = [v for values_ in reduced for v in values_]
+        narrow = self.program.row.size < LONG
+        fuses = not sums and not picks and self.stages
+        if fuses and not core.of_kind("number") and len(late) == 1:
+            kernels.append(self._kernel_of([*whole, *values], late, self._triton()))
+        elif fuses and not late and len(self.stages) > 2:
+            kernels.append(self._kernel_of(whole, (), self._triton()))
+        else:
+            # The numbers of short rows are computed in one kernel, if rows that depend on them are written.
+            for values_ in [whole] if fuses and narrow and late else reduced:
+                kernels.append(self._kernel_of(values_, ()))
+            if values:
+                kernels.append(self._kernel_of(values, late))
+        launches = len(kernels) + 2 * bool(scattered) + any(o.kind == "columns" for o in sums)
+        seconds += sum(s for s, _ in kernels) + launches * LAUNCH
+        return seconds, moved + sum(b for _, b in kernels)
+
+    def _triton(self) -> float:
+        if len(self.stages) < 3 and self._functions(self.made) < 2 * self.elements:
+            return XLA_TRITON
+        if self.narrow <= 2:
+            return TRITON_NARROW
+        return TRITON_LONG if self.program.row.size >= LONG else XLA_TRITON
+
+    def _kernel_of(self, values, outputs, factor=1.0):
+        """(seconds, bytes) of a kernel of XLA."""
+        moved = sum(map(_bytes, self._leaves(values))) + sum(_bytes(o.result, o.dtype) for o in outputs)
+        return max(moved * factor / BANDWIDTH, self._functions(values, self.stored) * XLA_FUNCTION), moved
+
+    def _leaves(self, values) -> set:
+        """The arrays in memory that values of rows are computed from."""
+        return {v for v in self._needed(values, self.stored) if v not in self.made or v in self.stored}
+
+    def _functions(self, values, known=()) -> int:
+        """How often elementary functions of an element are computed for values of rows, where some are known."""
+        needed = self._needed(values, known)
+        return self.elements * sum(v in self.made and self.made[v].name in DEAR and v not in known for v in needed)
+
+    def _needed(self, values, known) -> set:
+        """Rows that values are computed from, down to those that are known, and the numbers and operands that they read."""
+        seen, pending = set(), list(values)
+        while pending:
+            v = pending.pop()
+            if isinstance(v, Value) and v not in seen:
+                step = self.made.get(v)
+                if v.is_row or step is None:
+                    seen.add(v)
+                if step is not None and v.is_row and v not in known:
+                    pending += step.operands
+        return seen

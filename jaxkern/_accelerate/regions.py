@@ -1,0 +1,403 @@
+"""Regions of rows in a jaxpr: equations that one kernel of the row engine may compute.
+
+    equations, regions = find(equations, results, least=1 << 16)
+
+A region has the shape of an array and an axis of it, the row. Its equations make arrays of this shape element by element, reduce
+them along the row, compute with the numbers of each row, and sum over the other axes at the end. A region is convex, and so are
+all of them together: no value leaves a region and comes back, by way of other equations or other regions. What depends on what
+among regions is kept as bits, so the search is one walk over the equations.
+
+Values that a region would read from another one are computed again where that reads no more: what JAX saves for the backward pass
+is made from what the forward pass read. So are small arrays, such as masks of indices and scales in another type.
+"""
+
+import collections
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxkern._core import compat
+from jaxkern._core.cpp import ELEMENTWISE
+from jaxkern._core.define import CUDA_TYPES
+
+REDUCING = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
+SAME = frozenset("copy copy_p stop_gradient name pvary pcast".split())
+RENAMING = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
+CHEAP = ELEMENTWISE | SAME | RENAMING | {"iota"}  # equations that are computed again rather than stored
+# Equations that XLA fuses with those that read their results, or whose operands they make.
+FUSED = (
+    CHEAP
+    | REDUCING
+    | set("transpose slice pad gather concatenate dynamic_slice dynamic_update_slice rev random_bits".split())
+)
+PICKS = frozenset({"gather", "scatter-add", "scatter_add"})
+DTYPES = frozenset(map(jnp.dtype, CUDA_TYPES))
+MOST_EQUATIONS = 256  # of a region
+MOST_ROWS = 8  # arrays of its shape that a region reads
+MOST_COPIED = 24  # equations that compute a value again
+
+
+def is_variable(v) -> bool:
+    return not isinstance(v, Literal)
+
+
+def variables(e) -> list:
+    return [v for v in e.invars if is_variable(v)]
+
+
+def size_of(v) -> int:
+    return math.prod(v.aval.shape)
+
+
+def bytes_of(v) -> int:
+    return size_of(v) * v.aval.dtype.itemsize
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """shape, axis: of its rows. equations: what it computes, in order; those of the program, and copies of others'.
+
+    made: the results of its own equations. operands, results: what it reads, and what of `made` others read.
+    """
+
+    shape: tuple
+    axis: int
+    equations: list
+    made: set
+    operands: list = dataclasses.field(default_factory=list)
+    results: list = dataclasses.field(default_factory=list)
+
+    def is_row(self, v) -> bool:
+        return v.aval.shape == self.shape
+
+    @property
+    def reductions(self) -> list:
+        return [e for e in self.equations if reduces(e) == (self.shape, (self.axis,))]
+
+
+def reduces(e):
+    """(shape, axes) of a reduction, or None."""
+    return (e.invars[0].aval.shape, tuple(e.params["axes"])) if e.primitive.name in REDUCING else None
+
+
+def row_axes(equations, least) -> dict:
+    """{shape: axis} of arrays of at least so many elements that are reduced along one axis: the last, or the most frequent."""
+    counts = collections.Counter()
+    for e in equations:
+        found = reduces(e)
+        if found and len(found[1]) == 1 and len(found[0]) > 1 and all(isinstance(n, int) for n in found[0]):
+            shape, (axis,) = found
+            if math.prod(shape) >= least and 1 < shape[axis] < math.prod(shape):
+                counts[shape, axis] += 1
+    best = {}
+    for (shape, axis), _ in sorted(counts.items(), key=lambda item: (item[0][1] == len(item[0][0]) - 1, item[1])):
+        best[shape] = axis
+    return best
+
+
+class _Search:
+    """The walk over equations. Groups are numbered; merged ones are found by `root`, and have the bits of all their members."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.parent, self.bits, self.above, self.below = [], [], [], []
+        self.shape, self.members, self.reads = [], [], []
+        self.group = {}  # {value: a group whose equation made it}
+        self.direct = {}  # {value: bits of the groups that it depends on, but for what these depend on}
+        self.reader = {}  # {value: the last group that reads it as rows}
+
+    def root(self, g) -> int:
+        while self.parent[g] != g:
+            self.parent[g] = g = self.parent[self.parent[g]]
+        return g
+
+    def closure(self, mask) -> int:
+        found = 0
+        while mask:
+            g = self.root(mask.bit_length() - 1)
+            found |= self.bits[g] | self.above[g]
+            mask &= ~found
+        return found
+
+    def new(self, shape) -> int:
+        g = len(self.parent)
+        self.parent.append(g)
+        for values, first in (
+            (self.bits, 1 << g),
+            (self.above, 0),
+            (self.below, False),
+            (self.shape, shape),
+            (self.members, []),
+            (self.reads, set()),
+        ):
+            values.append(first)
+        return g
+
+    def merge(self, g, other) -> int:
+        if g == other:
+            return g
+        self.parent[other] = g
+        self.bits[g] |= self.bits[other]
+        self.above[g] |= self.above[other]
+        self.below[g] |= self.below[other]
+        self.members[g] += self.members[other]
+        self.reads[g] |= self.reads[other]
+        return g
+
+    def shape_of(self, e):
+        """(shape of the rows that an equation belongs to, whether it may begin a region), or None."""
+        name = e.primitive.name
+        if e.effects or len(e.outvars) != 1 or compat.is_dropped(e.outvars[0]) or not compat.runs_anywhere(e):
+            return None
+        out = e.outvars[0].aval
+        if not all(getattr(v.aval, "dtype", None) in DTYPES for v in (*e.invars, *e.outvars)):
+            return None
+        of_number = self._of_number(e)
+        if of_number is not None:
+            return of_number, False
+        if name in REDUCING:
+            shape, axes = reduces(e)
+            if shape not in self.rows:
+                return None
+            if axes == (self.rows[shape],):
+                return shape, True
+            rest = tuple(k for k in range(len(shape)) if k != self.rows[shape])
+            whole = axes in (rest, tuple(range(len(shape))))
+            return (shape, False) if name == "reduce_sum" and whole else None
+        if name in PICKS:
+            shape, picked = e.invars[0].aval.shape, e.outvars[0] if name == "gather" else e.invars[2]
+            if shape in self.rows and size_of(picked) * shape[self.rows[shape]] == math.prod(shape):
+                return shape, True
+            return None
+        if out.shape not in self.rows:
+            return None
+        elementwise = name in ELEMENTWISE or name in SAME
+        return (out.shape, True) if elementwise or name in ("broadcast_in_dim", "iota") else None
+
+    def _of_number(self, e):
+        """The shape of the rows whose numbers an equation computes with: those of a group that made one of its operands."""
+        name, out = e.primitive.name, e.outvars[0].aval.shape
+        renames = name in RENAMING or name in REDUCING
+        if name not in CHEAP and not renames:
+            return None
+        for v in variables(e):
+            g = self.group.get(v)
+            shape = None if g is None else self.shape[self.root(g)]
+            if shape is None or v.aval.shape == shape or out == shape:
+                continue
+            if not renames or is_renamed(v.aval.shape, out):
+                return shape
+        return None
+
+    def add(self, i, e):
+        found, operands = self.shape_of(e), variables(e)
+        if found is None:
+            mask = 0
+            for v in operands:
+                mask |= self.direct.get(v, 0)
+            for v in e.outvars:
+                self.direct[v] = mask
+            return
+        shape, begins = found
+        roots = {v: self.root(self.group[v]) for v in operands if v in self.group}
+        near = [g for g in roots.values() if self.shape[g] == shape]
+        rows = [v for v in operands if v.aval.shape == shape]
+        if begins:
+            near += [g for v in rows if v in self.reader for g in [self.root(self.reader[v])] if self.shape[g] == shape]
+        joined: list = []
+        for g in dict.fromkeys(near):
+            if self._merges([*joined, g], operands, roots):
+                joined.append(g)
+        if not joined and not begins:
+            mask = 0
+            for v in operands:
+                mask |= self.direct.get(v, 0)
+            self.direct[e.outvars[0]] = mask
+            return
+        g = joined[0] if joined else self.new(shape)
+        for other in joined[1:]:
+            g = self.merge(g, other)
+        self.members[g].append(i)
+        outside = 0
+        for v in operands:
+            if v not in self.group or self.root(self.group[v]) != g:
+                outside |= self.direct.get(v, 0)
+        self._depend(g, outside)
+        for v in rows:
+            self.reader[v] = g
+            if v not in self.group or self.root(self.group[v]) != g:
+                self.reads[g].add(v)
+        (out,) = e.outvars
+        self.direct[out] = 1 << g
+        if not reduces(e) or reduces(e)[1] == (self.rows[shape],):
+            self.group[out] = g
+
+    def _merges(self, groups, operands, roots) -> bool:
+        """Whether these groups and an equation with these operands may be one."""
+        bits, outside = 0, 0
+        for g in groups:
+            bits |= self.bits[g]
+        reads = {
+            v for g in groups for v in self.reads[g] if v not in self.group or self.root(self.group[v]) not in groups
+        }
+        if len(reads) > MOST_ROWS or sum(len(self.members[g]) for g in groups) >= MOST_EQUATIONS:
+            return False
+        for v in operands:
+            if roots.get(v) not in groups:
+                outside |= self.direct.get(v, 0)
+        if self.closure(outside) & bits:
+            return False
+        # One group may read another one's values, but not through what is in neither.
+        return all(not self.above[g] & bits for g in groups)
+
+    def _depend(self, g, mask):
+        """Group g depends on what has these bits."""
+        added = self.closure(mask) & ~self.above[g]
+        if not added:
+            return
+        while mask:
+            other = self.root(mask.bit_length() - 1)
+            self.below[other] = True
+            mask &= ~self.bits[other]
+        self.above[g] |= added
+        if self.below[g]:
+            for k, own in enumerate(self.parent):
+                if own == k and self.above[k] & self.bits[g]:
+                    self.above[k] |= added
+
+
+def is_renamed(shape, out) -> bool:
+    """Whether two shapes differ by dimensions of one element alone."""
+    real = lambda s: [n for n in s if n != 1]
+    return real(shape) == real(out)
+
+
+def find(equations, results, least):
+    """(equations, regions) of a jaxpr: its equations, with copies of some, and regions in the order in which they begin.
+
+    least: elements of the arrays of a region.
+    """
+    rows = row_axes(equations, least)
+    if not rows:
+        return equations, []
+    search = _Search(rows)
+    for i, e in enumerate(equations):
+        search.add(i, e)
+    found = []
+    for g in range(len(search.parent)):
+        if search.root(g) != g:
+            continue
+        own = [equations[i] for i in sorted(search.members[g])]
+        shape = search.shape[g]
+        region = Region(shape, rows[shape], own, {v for e in own for v in e.outvars})
+        if region.reductions:
+            found.append((min(search.members[g]), region))
+    regions = [region for _, region in sorted(found, key=lambda item: item[0])]
+    if not regions:
+        return equations, []
+    copies = Copies(equations, results, regions)
+    equations = copies.beside(equations)
+    for region in regions:
+        copies.complete(region)
+    return equations, regions
+
+
+# ---- values that are computed again
+
+
+class Copies:
+    """Decides which values a reader computes again from others.
+
+    A value is read from memory, or computed again from values that are, whichever moves fewer bytes: reading an array that is
+    in memory anyway moves it once, one that is stored for the reader twice.
+    """
+
+    def __init__(self, equations, results, regions):
+        self.place = {v: (i, e) for i, e in enumerate(equations) for v in e.outvars}
+        self.owner = {v: region for region in regions for v in region.made}
+        # Values that are in memory whatever regions and equations that XLA fuses read.
+        self.stored = set(filter(is_variable, results))
+        for e in equations:
+            if e.primitive.name not in FUSED:
+                self.stored.update(variables(e))
+
+    def again(self, v, region=None):
+        """(what is read for v, the equations that compute v from it). region: the reader, or None for another equation."""
+        memo: dict = {}
+
+        def of(x, depth):
+            if x not in memo:
+                memo[x] = self._best(x, region, of, depth)
+            return memo[x]
+
+        leaves, copied = of(v, 0)
+        return leaves, [self.place[x][1] for x in sorted(copied, key=lambda x: self.place[x][0])]
+
+    def _best(self, x, region, of, depth):
+        """(leaves, copied): leaves as a set of values, copied as a set of results of equations."""
+        stays = frozenset([x]), frozenset()
+        if x not in self.place or depth > MOST_COPIED or (region is not None and x in region.made):
+            return stays
+        e = self.place[x][1]
+        if not self._is_copied(x, e, region):
+            return stays
+        parts = [of(v, depth + 1) for v in variables(e)]
+        leaves = frozenset().union(*(p[0] for p in parts))
+        copied = frozenset([x]).union(*(p[1] for p in parts))
+        fits = len(copied) <= MOST_COPIED and sum(map(self._moved, leaves)) < self._moved(x)
+        return (leaves, copied) if fits else stays
+
+    def _moved(self, x) -> int:
+        exists = (
+            x in self.stored
+            or x not in self.place
+            or (x not in self.owner and self.place[x][1].primitive.name not in FUSED)
+        )
+        return bytes_of(x) * (1 if exists else 2)
+
+    def _is_copied(self, x, e, region) -> bool:
+        name, owner = e.primitive.name, self.owner.get(x)
+        if name not in CHEAP or len(e.outvars) != 1 or e.effects or not compat.runs_anywhere(e):
+            return False
+        if not all(getattr(v.aval, "dtype", None) in DTYPES for v in (*e.invars, *e.outvars)):
+            return False
+        if owner is not None:  # rows of another region; their numbers are small
+            return owner.is_row(x) and (region is None or (owner.shape, owner.axis) == (region.shape, region.axis))
+        if region is None or region.is_row(x):
+            return False
+        renames = name not in ("reshape", "squeeze", "expand_dims") or is_renamed(e.invars[0].aval.shape, x.aval.shape)
+        return renames and 2 * size_of(x) <= math.prod(region.shape)
+
+    def complete(self, region):
+        """Adds the equations that the region computes again."""
+        have = {id(e) for e in region.equations}
+        reads = dict.fromkeys(v for e in region.equations for v in variables(e) if v not in region.made)
+        for v in sorted(reads, key=bytes_of, reverse=True):
+            leaves, copied = self.again(v, region)
+            self.stored.update(leaves)
+            for e in copied:
+                if id(e) not in have:
+                    have.add(id(e))
+                    region.equations.append(e)
+        region.equations.sort(key=lambda e: self.place[e.outvars[0]][0])
+
+    def beside(self, equations) -> list:
+        """The equations with copies of what those outside of regions compute again, in front of them."""
+        found = []
+        for e in equations:
+            outside = e.primitive.name in FUSED and not any(v in self.owner for v in e.outvars)
+            own: dict = {}
+            for v in variables(e) if outside else ():
+                if v in self.owner and self.owner[v].is_row(v):
+                    leaves, copied = self.again(v)
+                    self.stored.update(leaves)
+                    for c in copied:
+                        (out,) = c.outvars
+                        if out not in own:
+                            operands = [own.get(x, x) if is_variable(x) else x for x in c.invars]
+                            own[out] = compat.new_variable(out.aval)
+                            found.append(c.replace(invars=operands, outvars=[own[out]]))
+            found.append(e.replace(invars=[own.get(x, x) if is_variable(x) else x for x in e.invars]) if own else e)
+        return found

@@ -1,0 +1,344 @@
+"""Rows in plain JAX programs: regions of a jaxpr that JAX lowers become calls of the row engine.
+
+JAX lowers each jaxpr of a program after derivatives and vmap: the program itself, the functions that it calls, branches, bodies
+of loops, what is recomputed by `jax.checkpoint`, and each device's part of a `shard_map`. The pass inlines small calls, such as
+those of `jax.nn.softmax`, finds regions (regions.py), and replaces a region where the model of costs says that one kernel is
+faster (cost.py). Everything else is lowered as it is written.
+"""
+
+import functools
+import typing
+
+import jax
+
+from jaxkern._accelerate import cost, regions
+from jaxkern._accelerate.functions import MARKS
+from jaxkern._accelerate.regions import FUSED, bytes_of, is_variable, variables
+from jaxkern._core import algorithms, compat, decisions, device, environment, switch
+from jaxkern._core.cpp import Unsupported
+from jaxkern._core.define import references
+from jaxkern._core.jaxprs import CALLS, CUSTOM, called_jaxpr
+from jaxkern._engines.rows import plan as planning
+from jaxkern._engines.rows.function import RowFunction
+from jaxkern._engines.rows.primitive import PRIMITIVES
+
+ROWS = "rows"
+LABEL = "the region"
+LEAST = 1 << 16  # elements of the arrays of a region; fewer take no longer than launches
+MOST_INLINED = 64  # equations of a call
+
+
+class _Module(typing.NamedTuple):
+    """What functions for lowering contexts of an equation read, for a module."""
+
+    module_context: typing.Any
+    avals_in: tuple = ()
+    avals_out: tuple = ()
+    platforms: tuple = ()
+
+
+def rewrite(module, jaxpr):
+    """The jaxpr that JAX lowers in place of `jaxpr`."""
+    settings = switch.current()
+    if not switch.wanted(ROWS) or algorithms.xla_forced() or environment.xla_only():
+        return jaxpr
+    ctx, seen = _Module(module), compat.of_module(module).setdefault("inlined for rows", {})
+    if id(jaxpr) in seen or not (settings.force or decisions.listened() or "cuda" in compat.platforms(ctx)):
+        return jaxpr
+    least, refusal = 2 if settings.force else LEAST, _refusal(ctx, settings)
+    if not any(map(functools.partial(_reduces, least), jaxpr.eqns)):
+        return jaxpr
+    marks = None
+    while True:
+        equations, results, opened = _inlined(jaxpr, seen, marks)
+        equations, found = regions.find(equations, results, least)
+        program = _Program(equations, results, found)
+        taken = program.decided(settings, refusal)
+        # Functions by name of which no region needs a part stay: they may have kernels of their own.
+        inside = {id(e) for region, _ in taken for e in region.equations}
+        needed = {mark for mark, parts in opened.items() if any(id(e) in inside for e in parts)}
+        if len(needed) == len(opened):
+            break
+        marks = needed
+    taken = program.recorded(taken, refusal)
+    return jaxpr.replace(eqns=program.with_kernels(taken), outvars=results) if taken else jaxpr
+
+
+def _refusal(ctx, settings) -> str:
+    """Why no region of a module is taken."""
+    if not settings.force and "cuda" not in (platforms := compat.platforms(ctx)):
+        return switch.no_kernels(platforms[0])
+    if compat.partitioned_devices(ctx) > 1:
+        return "rows on several devices, outside of shard_map"
+    return switch.refusal(ctx, settings)
+
+
+# ---- inlining
+
+
+def _reduces(least, e) -> bool:
+    """Whether an equation, or one in a call that is inlined, reduces an array of so many elements along one axis."""
+    inner = _inner(e)
+    if inner is not None:
+        return any(map(functools.partial(_reduces, least), inner.eqns))
+    return bool(regions.row_axes([e], least))
+
+
+def _inner(e):
+    """The jaxpr that an equation calls, if the call is inlined; of a function that is known by name, the jaxpr of its reference."""
+    if e.primitive in MARKS:
+        return _reference(e.primitive, tuple((v.aval.shape, v.aval.dtype) for v in e.invars), tuple(e.params.items()))
+    if e.primitive.name not in (*CALLS, *CUSTOM) or not compat.is_inlinable(e):
+        return None
+    inner, consts = called_jaxpr(e)
+    return inner if not consts and not inner.constvars and len(inner.eqns) <= MOST_INLINED else None
+
+
+@functools.lru_cache(maxsize=256)
+@switch.own_promotion
+def _reference(prim, types, params):
+    arrays = [jax.ShapeDtypeStruct(*t) for t in types]
+    return jax.make_jaxpr(lambda *xs: jax.tree.leaves(references[prim](*xs, **dict(params))))(*arrays).jaxpr
+
+
+def _inlined(jaxpr, seen, marks):
+    """(equations, results, parts of marks) of a jaxpr, with small calls inlined.
+
+    seen: the jaxprs that are inlined, by their ids; it grows. marks: numbers of the functions by name that are inlined; None: all.
+    """
+    equations, parts = [], {}
+
+    def go(call, inner, env, mark):
+        read = lambda v: env.get(v, v) if is_variable(v) else v
+        for e in inner.eqns:
+            called, operands, within = _inner(e), list(map(read, e.invars)), mark
+            if call is not None:
+                own = [v if compat.is_dropped(v) else compat.new_variable(v.aval) for v in e.outvars]
+                env.update(zip(e.outvars, own))
+                moved = compat.inlined_equation(call, e, operands, own)
+            else:
+                moved = e.replace(invars=operands)
+            if e.primitive in MARKS:
+                within = count[0]
+                count[0] += 1
+                called = called if marks is None or within in marks else None
+            if called is None:
+                equations.append(moved)
+                if within is not None and e.primitive not in MARKS:
+                    parts.setdefault(within, []).append(moved)
+            else:
+                seen[id(called)] = called
+                env.update(zip(e.outvars, go(moved, called, dict(zip(called.invars, operands)), within)))
+        return list(map(read, inner.outvars))
+
+    count = [0]
+    results = go(None, jaxpr, {}, None)
+    return equations, results, parts
+
+
+# ---- decisions
+
+
+class _Kernel(typing.NamedTuple):
+    """A region as a row function of `operands`, and what the model says of it. problem: why there is no kernel."""
+
+    function: typing.Any
+    operands: list
+    results: list
+    estimate: typing.Any = None
+    problem: str = ""
+
+
+class _Program:
+    """The equations of a jaxpr, its results, and the regions in it."""
+
+    def __init__(self, equations, results, found):
+        self.equations, self.results, self.regions = equations, results, found
+        self.made = {v: e for e in equations for v in e.outvars}
+
+    def decided(self, settings, refusal) -> list:
+        """(region, kernel) of the regions that win."""
+        self._connect()
+        self.kernels = {region: self._kernel(region) for region in self.regions}
+        wins = lambda kernel: not kernel.problem and not refusal and (settings.force or kernel.estimate.wins)
+        return [(region, kernel) for region, kernel in self.kernels.items() if wins(kernel)]
+
+    def recorded(self, taken, refusal) -> list:
+        """The same without regions that `explain` only lists; records all."""
+        wins = {region for region, _ in taken}
+        noted = {
+            region: self._record(region, kernel, region in wins, refusal) for region, kernel in self.kernels.items()
+        }
+        return [(region, kernel) for region, kernel in taken if noted[region]]
+
+    def _record(self, region, kernel, taken, refusal) -> bool:
+        why = ": ".join(str(part) for part in (refusal, kernel.problem or kernel.estimate) if part)
+        avals = [v.aval for v in kernel.operands if region.is_row(v)] or [v.aval for v in kernel.results]
+        frames = functools.partial(compat.frames, region.reductions[0].source_info.traceback)
+        size = kernel.estimate.kernel_bytes if kernel.estimate is not None else 0
+        return decisions.record(ROWS, taken, why, avals, frames, size)
+
+    def _connect(self):
+        """Finds what regions read, and which of their results others read."""
+        inside = {v for region in self.regions for v in region.made}
+        self.readers: dict = {}
+        for e in self.equations:
+            if not any(v in inside for v in e.outvars):
+                for v in variables(e):
+                    self.readers.setdefault(v, []).append(e)
+        for region in self.regions:
+            made = {v for e in region.equations for v in e.outvars}
+            region.operands = list(dict.fromkeys(v for e in region.equations for v in variables(e) if v not in made))
+        wanted = set(self.readers).union(filter(is_variable, self.results), *(r.operands for r in self.regions))
+        for region in self.regions:
+            own = [v for e in region.equations for v in e.outvars]
+            region.results = [v for v in own if v in region.made and v in wanted]
+
+    def _kernel(self, region) -> _Kernel:
+        needed, kept = set(region.results), []
+        for e in reversed(region.equations):
+            if not needed.isdisjoint(e.outvars):
+                kept.append(e)
+                needed.update(variables(e))
+        kept.reverse()
+        made = {v for e in kept for v in e.outvars}
+        operands = list(dict.fromkeys(v for e in kept for v in variables(e) if v not in made))
+        arrays = [*operands, *region.results]
+        found = _Kernel(None, operands, region.results)
+        row = next((k for k, v in enumerate(arrays) if region.is_row(v)), None)
+        if row is None:
+            return found._replace(problem="no array of rows is read or written")
+        closed = compat.closed_jaxpr(kept, operands, region.results)
+        function = RowFunction(closed, (row, region.axis), LABEL)
+        estimate, problem = _estimated(function)
+        if problem:
+            return found._replace(problem=problem)
+        return found._replace(function=function, estimate=estimate.beside(self._beside(region, operands)))
+
+    def _beside(self, region, operands) -> int:
+        """Bytes that are moved since XLA cannot fuse a region with the equations that make its operands or read its results."""
+        moved = 0
+        for v in operands:
+            if region.is_row(v) and v in self.made and not self._is_stored(v):
+                moved += 2 * bytes_of(v)
+        for v in region.results:
+            readers = self.readers.get(v, ())
+            if region.is_row(v) and readers and all(_would_fuse(e, v) for e in readers) and v not in self.results:
+                moved += 2 * bytes_of(v)
+        return moved
+
+    def _is_stored(self, v) -> bool:
+        """Whether XLA stores an array that a region reads: what others than it and other regions read, or what it cannot fuse."""
+        e = self.made[v]
+        while e.primitive.name in ("reshape", "convert_element_type", "copy") and v not in self.results:
+            (v,) = variables(e)[:1] or (None,)
+            if v not in self.made:
+                return True
+            e = self.made[v]
+        return e.primitive.name not in FUSED or any(v in region.made for region in self.regions)
+
+    # ---- the program with kernels
+
+    def with_kernels(self, taken) -> list:
+        """The equations of the program, each behind those that make what it reads.
+
+        What a region computes again it computes again too where it is left, unless the value is there.
+        """
+        inside = {v for region, _ in taken for v in region.made}
+        order = {id(e): k for k, e in enumerate(self.equations)}
+        place = {v: k for k, e in enumerate(self.equations) for v in e.outvars}
+        copied: dict = {}  # {equation of a region that is left, by its id: {value: its copy}}
+        nodes, kernels = [], {region for region, _ in taken}
+        for region in self.regions:
+            if region in kernels:
+                continue
+            again: dict = {}
+            for e in region.equations:
+                (out,) = e.outvars
+                if out in region.made:
+                    copied[id(e)] = again
+                elif out in inside:
+                    again[out] = compat.new_variable(out.aval)
+                    nodes.append(_renamed(e, again))
+                    order[id(nodes[-1])] = order[id(e)]
+        for e in self.equations:
+            if not any(v in inside for v in e.outvars):
+                again = copied.get(id(e))
+                nodes.append(_renamed(e, again) if again else e)
+                order[id(nodes[-1])] = order[id(e)]
+        for region, kernel in taken:
+            like = region.reductions[0]
+            params = {"function": kernel.function}
+            call = compat.new_equation(like, PRIMITIVES["row_kernel"].whole, kernel.operands, kernel.results, params)
+            order[id(call)] = max(place[v] for v in kernel.results)
+            nodes.append(call)
+        return _sorted(sorted(nodes, key=lambda e: order[id(e)]))
+
+
+def _renamed(e, names):
+    """An equation with the values of `names` under their new names."""
+    new = lambda v: names.get(v, v) if is_variable(v) else v
+    return e.replace(invars=list(map(new, e.invars)), outvars=list(map(new, e.outvars)))
+
+
+def _would_fuse(e, v) -> bool:
+    """Whether XLA would compute the array v where equation e reads it, in the order of elements that e wants."""
+    if e.primitive.name != "dot_general":
+        return e.primitive.name in FUSED
+    contracted, batch = e.params["dimension_numbers"]
+    for side, x in enumerate(e.invars):
+        if x is v:
+            rest = [d for d in range(x.aval.ndim) if d not in batch[side]]
+            own = sorted(contracted[side])
+            ends = own in (rest[: len(own)], rest[len(rest) - len(own) :])
+            if sorted(batch[side]) != list(range(len(batch[side]))) or not ends:
+                return True  # a copy in another order
+    return False
+
+
+def _sorted(equations) -> list:
+    """Equations in an order in which each follows those that make its operands."""
+    made = {v: k for k, e in enumerate(equations) for v in e.outvars}
+    state, found = [0] * len(equations), []
+    for start in range(len(equations)):
+        pending = [start]
+        while pending:
+            k = pending[-1]
+            if state[k] == 2:
+                pending.pop()
+                continue
+            waits = [made[v] for v in variables(equations[k]) if v in made and state[made[v]] != 2]
+            if waits and state[k] == 1:
+                raise AssertionError("regions depend on each other")
+            state[k] = 1 if waits else 2
+            if waits:
+                pending += waits
+            else:
+                found.append(equations[k])
+                pending.pop()
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _estimated(function):
+    """(what the model says of a row function, "") or (None, why there is no kernel)."""
+    try:
+        core = function.core
+        outputs = [jax.core.ShapedArray(shape, dtype) for shape, dtype in planning.outputs(function)]
+    except Unsupported as error:
+        return None, str(error)
+    if not outputs:
+        return None, "nothing is computed"
+    found = planning.plan(device.this_device(), function.avals, outputs, function=function)
+    return (None, "no kernel of the row engine takes it") if found is None else (cost.estimate(core, found), "")
+
+
+_hooked: list = []
+
+
+def register() -> None:
+    """Puts the pass in place. It changes nothing where nothing is switched on."""
+    if not _hooked:
+        _hooked.append(True)
+        if not compat.rewrite_jaxprs(rewrite):
+            compat.warn_once("jaxkern.accelerate: this version of JAX lowers jaxprs elsewhere, so rows stay with XLA")

@@ -1,0 +1,119 @@
+"""Random programs of rows, products and transposes, for tests of `accelerate(only="rows")`.
+
+    python tests/random_row_programs.py --seed 7    runs them on the CPU, plain and with each region on its reference
+
+A program keeps a pool of arrays. Each step applies an operation to arrays of the pool and adds the result. Sizes are such that rows
+of different arrays have equal shapes, and that a dimension is a row of one array and none of another.
+"""
+
+import argparse
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkern
+
+SIZES = ((4, 6, 8), (5, 5, 5), (3, 8, 1), (2, 7, 3))  # batch, rows, width
+UNARY = (jnp.tanh, jnp.sin, jax.nn.sigmoid, jax.nn.relu, jnp.square, jnp.abs, jax.nn.silu, jnp.negative, jnp.arctan)
+BINARY = (jnp.add, jnp.subtract, jnp.multiply, jnp.maximum, jnp.minimum)
+REDUCTIONS = (jnp.sum, jnp.mean, jnp.max, jnp.min, jnp.var)
+TRANSFORMS = ("none", "gradient", "gradient", "vmap", "remat", "scan", "vmap of the gradient")
+
+
+class Program:
+    """The program of this seed and number: `f(*args)`, which returns a number and arrays."""
+
+    def __init__(self, seed, number):
+        self.key = seed, number
+        rng = np.random.default_rng((*self.key, 0))
+        self.transform = TRANSFORMS[rng.integers(len(TRANSFORMS))]
+        self.sizes = SIZES[rng.integers(len(SIZES))]
+        self.steps = int(rng.integers(4, 16))
+        batch, rows, width = self.sizes
+        lead = (3,) if "vmap" in self.transform else ()
+        normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        self.args = [normal(*lead, batch, rows, width), normal(*lead, batch, rows, width), normal(*lead, width)]
+        self.matrix, self.labels = normal(width, width), jnp.asarray(rng.integers(0, width, (batch, rows)))
+
+    def __str__(self):
+        return f"seed {self.key[0]}, program {self.key[1]} ({self.transform})"
+
+    def _run(self, x, y, w):
+        rng = np.random.default_rng((*self.key, 1))
+        pool, any_of = [x, y, x * w], lambda choices: choices[rng.integers(len(choices))]
+        width, rows = x.shape[-1], x.shape[-2]
+        for _ in range(self.steps):
+            a, b = any_of(pool), any_of(pool)
+            kind = rng.integers(13)
+            if kind < 2:
+                new = any_of(UNARY)(a)
+            elif kind < 4:
+                new = any_of(BINARY)(a, b)
+            elif kind == 4:
+                new = any_of(BINARY)(a, any_of(REDUCTIONS)(b, axis=-1, keepdims=True))
+            elif kind == 5:
+                new = a * jax.lax.rsqrt(jnp.mean(a * a, -1, keepdims=True) + 1e-3) * any_of((w, 1.0, 1 + w))
+            elif kind == 6:
+                new = jax.nn.softmax(jnp.where(jnp.arange(width) <= jnp.arange(rows)[:, None], a, -1e9), axis=-1)
+            elif kind == 7:
+                new = a @ self.matrix
+            elif kind == 8:
+                new = any_of(BINARY)(a, any_of(REDUCTIONS)(b, axis=any_of((0, 1)), keepdims=True))
+            elif kind == 9:
+                new = a - jnp.take_along_axis(jax.nn.log_softmax(b), self.labels[..., None], -1)
+            elif kind == 10:
+                new = jnp.sum(a * b, -1)[..., None] * any_of((w, a))
+            elif kind == 11:
+                new = jnp.tanh(a.swapaxes(0, 1).sum(0))[:, None] + b
+            else:
+                new = a * jax.nn.one_hot(self.labels, width)
+            pool.append(new)
+        return jnp.sum(jnp.sin(pool[-1])) + jnp.mean(pool[len(pool) // 2]), pool[-1], pool[-2].sum((0, 1))
+
+    def f(self, x, y, w):
+        run, total = self._run, lambda *args: self._run(*args)[0]
+        if self.transform == "gradient":
+            return jax.value_and_grad(total, (0, 1, 2))(x, y, w)
+        if self.transform == "vmap":
+            return jax.vmap(run)(x, y, w)
+        if self.transform == "vmap of the gradient":
+            return jax.vmap(jax.grad(total, (0, 2)))(x, y, w)
+        if self.transform == "remat":
+            return jax.grad(jax.checkpoint(total), (0, 2))(x, y, w)
+        if self.transform == "scan":
+            return jax.lax.scan(lambda c, _: (run(c, y, w)[1], run(c, y, w)[0]), x, length=2)
+        return run(x, y, w)
+
+
+def check(program) -> int:
+    """Compares a program with itself under forced regions, and returns how many there are."""
+    plain = jax.jit(program.f)(*program.args)
+    with jaxkern.accelerate(only="rows", force=True):
+        own = jax.jit(program.f)(*program.args)
+        found = jaxkern.explain(program.f, "cpu")(*program.args)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(own), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        scale = float(jnp.max(jnp.abs(a)))
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4 * scale, err_msg=str(program))
+    return len(found.taken)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--programs", type=int)
+    arguments = parser.parse_args()
+    taken = 0
+    for k in itertools.count(arguments.first) if arguments.programs is None else range(arguments.programs):
+        program = Program(arguments.seed, arguments.first + k if arguments.programs else k)
+        taken += check(program)
+        if k % 20 == 19:
+            print(f"{k + 1} programs, {taken} regions", flush=True)
+            jax.clear_caches()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Rows of plain JAX programs under `accelerate(only="rows")`: results, what is taken, and where regions end."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import random_row_programs
+from accelerated import PLATFORM, close
+
+import jaxkern
+from benchmarks import _by_hand
+from jaxkern._core import registry
+
+forced = jaxkern.accelerate(only="rows", force=True)
+needs_kernels = pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
+
+
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), dtype)
+
+
+def spec(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def regions(f, *args, platform=PLATFORM):
+    """What `explain` says of the rows of f."""
+    return [d for d in jaxkern.explain(f, platform)(*args) if d.operation == "rows"]
+
+
+def rms_norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def layer_norm(x, scale):
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6) * (1 + scale)
+
+
+def residual(x, scale):
+    y = x + jnp.sin(x[..., ::-1])
+    return rms_norm(y, scale) @ jnp.ones((x.shape[-1], 2)), y
+
+
+def capped(x, scale):
+    mask = jnp.arange(x.shape[-2])[:, None] >= jnp.arange(x.shape[-1])
+    weights = jax.nn.softmax(jnp.where(mask, 5 * jnp.tanh(x * scale / 5), -1e30), axis=-1)
+    return weights @ x.swapaxes(-1, -2)
+
+
+def labels_loss(x, scale):
+    labels = jnp.arange(x.shape[-2]) % x.shape[-1]
+    log_probabilities = jax.nn.log_softmax(x * scale)
+    picked = jnp.take_along_axis(log_probabilities, jnp.broadcast_to(labels, x.shape[:-1])[..., None], axis=-1)
+    return -picked.mean()
+
+
+def one_hot_loss(x, scale):
+    logits, classes = x * scale, x.shape[-1]
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    picked = (jax.nn.one_hot(jnp.arange(x.shape[-2]) % classes, classes) * logits).sum(-1)
+    return (normalizer - picked + 1e-4 * normalizer**2).mean()
+
+
+def sinkhorn(x, scale):
+    f = -jax.nn.logsumexp(x, axis=-1, keepdims=True)
+    return (x + f - jax.nn.logsumexp(x + f, axis=-2, keepdims=True)) * scale
+
+
+FUNCTIONS = [rms_norm, layer_norm, residual, capped, labels_loss, one_hot_loss, sinkhorn]
+
+
+def total(f):
+    return lambda *args: sum(jnp.sum(jnp.cos(y).astype(jnp.float32)) for y in jax.tree.leaves(f(*args)))
+
+
+TRANSFORMS = {
+    "value": lambda f: f,
+    "gradient": lambda f: jax.value_and_grad(total(f), (0, 1)),
+    "remat": lambda f: jax.grad(jax.checkpoint(total(f)), (0, 1)),
+    "vmap of the gradient": lambda f: jax.vmap(jax.grad(total(f), (0, 1)), (0, None)),
+    "scan": lambda f: lambda x, s: jax.lax.scan(lambda c, x: (c + total(f)(x, s), f(x, s)), 0.0, x),
+    "jvp": lambda f: lambda x, s: jax.jvp(f, (x, s), (jnp.sin(x), s)),
+}
+
+
+CASES = [(f, t) for f in FUNCTIONS for t in TRANSFORMS if t in ("value", "gradient") or f in (residual, labels_loss)]
+
+
+@pytest.mark.parametrize("f, transform", CASES, ids=lambda c: c if isinstance(c, str) else c.__name__)
+def test_results(f, transform):
+    g, args = jax.jit(TRANSFORMS[transform](f)), (normal(3, 8, 16), normal(16))
+    plain = g(*args)
+    with forced:
+        close(plain, g(*args))
+        assert any(d.taken for d in regions(g, *args))
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_random_programs(number):
+    random_row_programs.check(random_row_programs.Program(0, number))
+
+
+# ---- which regions there are
+
+
+def shapes(found):
+    return [d.shapes for d in found]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["llama", "t5 encoder"])
+def test_a_training_step(name):
+    """Losses, norms with residuals and softmax are taken. Gradients of short norms are not: they take a second kernel."""
+    loss, params, data = _by_hand.PROGRAMS[name]("bfloat16", False)
+    shapes = jax.eval_shape(lambda: params(jax.random.key(0)))
+    with jaxkern.accelerate(only="rows"):
+        found = regions(jax.value_and_grad(loss), shapes, *data, platform="cuda")
+    assert sum(d.taken for d in found) >= 15
+
+
+@needs_kernels
+def test_the_loss_is_one_region():
+    """Labels' logits, the normalizer and the gradient: logits are read once and written once, in their own type."""
+    f = lambda x, w: labels_loss((x @ w).astype(jnp.float32), 1.0)
+    args = spec(8192, 1024, dtype=jnp.bfloat16), spec(1024, 32000, dtype=jnp.bfloat16)
+    with jaxkern.accelerate(only="rows"):
+        (found,) = regions(jax.value_and_grad(f), *args, platform="cuda")
+    assert found.taken and found.shapes == "bf16[8192,32000]"
+    assert found.bytes == pytest.approx(2 * 8192 * 32000 * 2, rel=0.001)
+
+
+@needs_kernels
+def test_what_the_backward_pass_reads():
+    """The norm is computed again from its operand, with the numbers of its rows."""
+    f = lambda x, s, w: jnp.sum(jnp.sin((rms_norm(x @ w, s) @ w).astype(jnp.float32)))
+    args = spec(8192, 1024), spec(1024), spec(1024, 1024)
+    with jaxkern.accelerate(only="rows"):
+        forward, backward = regions(jax.grad(f, (0, 1, 2)), *args, platform="cuda")
+    array = 8192 * 1024 * 4
+    assert forward.bytes == pytest.approx(2 * array, rel=0.01)
+    assert backward.taken and backward.bytes == pytest.approx(3 * array, rel=0.01)
+
+
+@needs_kernels
+def test_estimates():
+    """`explain` shows what the model says of each region, taken or left, where rows are asked for."""
+    f, args = lambda x, s: residual(x, s), (spec(4096, 1024), spec(1024))
+    assert not regions(f, *args, platform="cuda")
+    with jaxkern.accelerate(only="rows"):
+        (found,) = regions(f, *args, platform="cuda")
+        (small,) = regions(jax.nn.softmax, spec(64, 1024), platform="cuda")
+    assert "XLA" in found.reason and "one kernel" in found.reason
+    assert not small.taken and "XLA" in small.reason
+
+
+def test_a_region_ends():
+    """At products, and where a value that left would come back: the second sum is no part of the first region."""
+
+    def f(x, w):
+        y = x / jnp.sum(x, -1, keepdims=True)
+        return y + (y @ w) / jnp.sum(y @ w, -1, keepdims=True)
+
+    args = normal(8, 16), normal(16, 16)
+    plain = jax.jit(f)(*args)
+    with forced:
+        close(plain, jax.jit(f)(*args))
+        assert len(regions(f, *args)) == 2
+
+
+def test_lines_and_scopes():
+    def f(x):
+        with jax.named_scope("outer"):
+            return jax.nn.softmax(x) * 2
+
+    x = normal(8, 16)
+    with forced:
+        (found,) = regions(f, x)
+        text = jax.jit(f).lower(x).as_text(debug_info=True)
+    assert found.source.startswith(("tests/test_accelerate_rows.py", __file__)) and "outer" in text
+
+
+def test_donated():
+    f = jax.jit(rms_norm, donate_argnums=0)
+    x, scale = normal(8, 16), normal(16)
+    plain = rms_norm(x, scale)
+    with forced:
+        own = f(x, scale)
+    close(plain, own)
+    assert x.is_deleted()
+
+
+def test_cond_and_nested_jit():
+    inner = jax.jit(rms_norm)
+
+    def f(x, s):
+        return jax.lax.cond(x[0, 0] > 0, inner, lambda x, s: jax.nn.softmax(inner(x, s)), x, s)
+
+    args = -jnp.abs(normal(8, 16)), normal(16)
+    plain = jax.jit(f)(*args)
+    with forced:
+        close(plain, jax.jit(f)(*args))
+        assert len(regions(f, *args)) == 2
+
+
+@needs_kernels
+def test_off_outside():
+    """A program is compiled again for each setting; without one it has no region."""
+    f, x = jax.jit(lambda x: jax.nn.softmax(x) + 1), spec(8, 16)
+    kernels = lambda: f.trace(x).lower(lowering_platforms=("cuda",)).as_text().count("jaxkern_row_kernel")
+    assert not kernels()
+    with forced:
+        assert kernels()
+    assert not kernels()

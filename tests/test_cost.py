@@ -1,0 +1,80 @@
+"""The model that decides which regions of rows `accelerate` takes, against measurements."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import row_functions
+
+from benchmarks import row_kernel
+from jaxkern._accelerate import cost
+from jaxkern._core import device, registry
+from jaxkern._engines.rows import plan
+from jaxkern._engines.rows.function import trace
+
+pytestmark = pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
+RESULTS = pathlib.Path(row_kernel.__file__).parent / "results" / "row_kernel-NVIDIA_H200.json"
+MEASURED = [r for r in json.loads(RESULTS.read_text())["results"] if r["width"] in (128, 4096)]
+
+
+def estimate(f, avals, backward=False):
+    function = trace(f, avals, -1, "f")[0]
+    if backward:
+        function = function.vjp([k for k, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)])
+        function = function.select(function.used())
+    outputs = [jax.core.ShapedArray(*output) for output in plan.outputs(function)]
+    return cost.estimate(function.core, plan.plan(device.H200, function.avals, outputs, function=function))
+
+
+def of_result(result):
+    f, kinds = row_kernel.FUNCTIONS[result["op"]]
+    shape = row_kernel.Case("", tuple(result["shape"])).operand
+    dtype = lambda kind: "int32" if kind == "l" else result["dtype"]
+    return estimate(f, [jax.ShapeDtypeStruct(shape(k), dtype(k)) for k in kinds], result["direction"] == "backward")
+
+
+@pytest.mark.parametrize("op", sorted({r["op"] for r in MEASURED}))
+def test_what_was_measured(op):
+    """No case is taken that was slower than XLA, and both estimates are within a factor of 2.5 of what was measured."""
+    for r in (r for r in MEASURED if r["op"] == op):
+        found, times = of_result(r), r["times"]
+        own, xla = times["jaxkern"]["median_us"] * 1e-6, times["xla"]["median_us"] * 1e-6
+        case = (r["case"], r["dtype"], r["direction"], found, own, xla)
+        assert not found.wins or xla > 0.98 * own, case
+        assert 0.6 < found.kernel / own < 1.7, case
+        assert found.xla / xla < 1.4, case  # what XLA takes longer, such as two kernels in place of one, is left out
+
+
+# What a region moves, in arrays of its rows: (function, operands, XLA, kernel).
+MOVED = {
+    "a norm": (row_functions.rms_norm, "xc", 2, 2),
+    "a residual and its norm": (lambda x, r, w: (row_functions.rms_norm(h := x + r, w), h), "xxc", 5, 4),
+    "a normalizer": (lambda x: jax.nn.logsumexp(x, -1), "x", 2, 1),
+    "a loss": (row_functions.loss, "xl", 2, 1),
+    "a softmax that keeps its normalizer": (lambda x: (jax.nn.softmax(x), jax.nn.logsumexp(x, -1)), "x", 3, 2),
+    "two elementwise results": (lambda x: (x + 1, x - jnp.mean(x, -1, keepdims=True)), "x", 4, 3),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_bytes(name):
+    f, kinds, xla, kernel = MOVED[name]
+    shapes = {"x": (8192, 1024), "c": (1024,), "l": (8192,)}
+    found = estimate(f, [jax.ShapeDtypeStruct(shapes[k], "int32" if k == "l" else "float32") for k in kinds])
+    array = 8192 * 1024 * 4
+    np.testing.assert_allclose([found.xla_bytes, found.kernel_bytes], [xla * array, kernel * array], rtol=0.01)
+
+
+def test_sums_over_rows_take_a_second_kernel():
+    x, c = jax.ShapeDtypeStruct((8192, 1024), "bfloat16"), jax.ShapeDtypeStruct((1024,), "bfloat16")
+    found = estimate(row_functions.rms_norm, [x, c], backward=True)
+    assert found.kernel > found.kernel_bytes / cost.BANDWIDTH + cost.SUMS
+
+
+def test_neighbours():
+    """What a kernel cannot be fused with is moved beside it."""
+    found = cost.Estimate(2e-5, 1.9e-5, 100, 80)
+    assert found.wins and not found.beside(10**7).wins and found.beside(20).kernel_bytes == 100
