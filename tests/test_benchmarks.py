@@ -182,7 +182,9 @@ def test_what_is_found_in_programs(name):
     found = [p for p in programs.programs() if p.name == name]
     if not found:
         pytest.skip("its package is not installed")
-    training, platform = found[0].make(found[0].dtype, True), "cuda" if ON_GPU else "cpu"
+    # In 16 bits the plain program rounds after each operation, and regions of rows where they store.
+    dtype, platform = "float32" if "rows" in FOUND[name] else found[0].dtype, "cuda" if ON_GPU else "cpu"
+    training = found[0].make(dtype, True)
     step, rng = jax.jit(training.step), np.random.default_rng(0)
     is_key = lambda a: jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
     some = lambda a: np.abs(rng.normal(0, 0.1, a.shape)).astype(a.dtype)  # moments of an optimizer are not negative
