@@ -343,12 +343,11 @@ def _loss_of_scores(x, labels, where, operands, *, axis, algorithm, options, fun
         x.astype(function.in_dtypes[0]),
         label,
         *parts,
-        *mask,
+        mask[0] if mask else None,
         axis=axis,
         algorithm=algorithm,
         function=function,
         indexed=indexed,
-        extras="mask" if mask else "",
         options=options._replace(ignore=None),
     )
     return jnp.squeeze(loss, axis)
@@ -416,13 +415,11 @@ def _linear(h, weight, labels, bias, weights, *, options, reduction):
     dtype = computing(h.dtype)
     given = weights
     weights = _weights(name, weights, labels, dtype)
-    operands = (h, weight, labels)
-    more = () if bias is None else (bias,)
     if reduction == "none":
-        loss = bind(linear_cross_entropy_p, *operands, *more, spec=spec)
+        loss = bind(linear_cross_entropy_p, h, weight, labels, bias, spec=spec)
         return loss if given is None else weights * loss
     if reduction == "mean":
         counted = weights if spec.loss.ignore is None else jnp.where(labels == spec.loss.ignore, 0, weights)
         total = jnp.sum(counted)
         weights = counted / jnp.where(total == 0, 1, total)
-    return bind(linear_cross_entropy_sum_p, *operands, weights, *more, spec=spec)
+    return bind(linear_cross_entropy_sum_p, h, weight, labels, weights, bias, spec=spec)

@@ -422,13 +422,13 @@ def _softmax_of_scores(x, where, operands, *, name, axis, algorithm, function, i
         score_primitive.softmax_score_p,
         x.astype(function.in_dtypes[0]),
         *parts,
-        *([] if mask is None else [mask]),
+        mask,
+        None,
         axis=axis,
         algorithm=algorithm,
         log=name == "log_softmax",
         function=function,
         indexed=indexed,
-        extras="" if mask is None else "mask",
         unscored=False,
     )
     return lowest_for_infinity(y, dtype) if name == "log_softmax" else y.astype(dtype)

@@ -13,8 +13,7 @@ from reference import DTYPES
 
 import jaxkern
 from jaxkern._core import compat, device, launch, registry
-from jaxkern._ops.cross_entropy import plan
-from jaxkern._ops.cross_entropy.primitive import KINDS, Options
+from jaxkern._ops.cross_entropy import plan, primitive
 
 SHAPES = [  # and axis
     ((5, 1), 1),
@@ -35,27 +34,26 @@ SHAPES = [  # and axis
     ((3, 9000, 5), 1),
     ((1 << 20, 7), 0),
 ]
-TARGETS = {"loss": "cross_entropy", "gradient": "cross_entropy_grad", "both": "cross_entropy_both"}
+SIGNATURES = {"loss": primitive.LOSS, "gradient": primitive.GRADIENT, "both": primitive.BOTH}
 
 
 def make(
     which, shape, axis, dtype="float32", mask=None, on=device.H200, algorithm="auto", options=None, labels="int32"
 ):
-    rows = shape[:axis] + shape[axis + 1 :]
-    plain, masked, *results = KINDS[TARGETS[which]]
     wide = "float64" if dtype == "float64" else "float32"
-
-    def of(k, kind):
-        if kind == "r":
-            return jax.core.ShapedArray(rows, jnp.dtype(labels if k == 1 else wide))
-        return jax.core.ShapedArray(*((shape, jnp.dtype(dtype)) if kind == "x" else (mask, jnp.dtype(bool))))
-
+    types = {
+        primitive.LOGITS: (shape, dtype),
+        primitive.LABELS: (shape[:axis] + shape[axis + 1 :], labels),
+        primitive.ROW: (shape[:axis] + shape[axis + 1 :], wide),
+        primitive.MASK["mask?"]: (mask, "bool"),
+    }
+    signature = SIGNATURES[which]
     with compat.enable_x64():
-        operands = [of(k, kind) for k, kind in enumerate(masked if mask else plain)]
-        found = [of(None, kind) for kind in results[bool(mask)]]
-        return plan.cross_entropy(
-            which, on, operands, found, axis=axis, algorithm=algorithm, options=options or Options()
-        )
+        of = lambda text: jax.core.ShapedArray(types[text][0], jnp.dtype(types[text][1]))
+        given = [text for n, text in signature.operands.items() if mask or n not in signature.optional]
+        operands = signature.named(*map(of, given))
+        params = dict(axis=axis, algorithm=algorithm, options=options or primitive.Options())
+        return plan.cross_entropy(which, on, operands, None, **params)
 
 
 @pytest.mark.parametrize("on", DEVICES)
@@ -131,7 +129,9 @@ def test_options():
     """What the kernels are told of the options and the labels."""
 
     def members(**options):
-        step = make("loss", (9, 7), 1, labels=options.pop("labels", "int32"), options=Options(**options)).launches[0]
+        step = make(
+            "loss", (9, 7), 1, labels=options.pop("labels", "int32"), options=primitive.Options(**options)
+        ).launches[0]
         return [m.value for m in step.args[0].members[14:25]]
 
     assert members(smoothing=0.25, z_loss=0.5) == [0, 0, 2, 0, 0.25, 0.75, 0.5, 7, 0.25, 0.75, 0.5]

@@ -1,4 +1,4 @@
-"""The arrays among the arguments of a function."""
+"""Some of the arguments of a function: the arrays among them, or those at some positions."""
 
 import collections.abc
 
@@ -23,3 +23,15 @@ def of_arrays(f: collections.abc.Callable, args: tuple, kwargs: dict | None = No
         return [x for x in jax.tree.leaves(f(*args, **kwargs)) if isinstance(x, jax.Array)]
 
     return function, tuple(leaves[k] for k in at)
+
+
+def of_some(f: collections.abc.Callable, operands: collections.abc.Sequence, at: collections.abc.Iterable[int]):
+    """`f(*operands)` as a function of the operands at these positions alone."""
+
+    def g(*xs):
+        given = list(operands)
+        for k, x in zip(at, xs):
+            given[k] = x
+        return f(*given)
+
+    return g

@@ -5,10 +5,13 @@ of the primitive's JVP rule. The forward derivative is the transpose of the back
 more, which gives the backward rule itself.
 """
 
+import functools
+
 import jax
 from jax.interpreters import ad
 
 from jaxkern._core import compat, validate
+from jaxkern._core.arrays import of_some
 from jaxkern._core.primitive import bind, has_tangent, set_jvp, set_transpose
 
 
@@ -26,12 +29,7 @@ def defvjp(prim, f_vjp, differentiable, tell_active=False):
 
         told = {"active": tuple(active)} if tell_active else {}
 
-        def f(*xs):
-            operands = list(primals)
-            for k, x in zip(active, xs):
-                operands[k] = x
-            return f_vjp(*operands, **told, **params)
-
+        f = of_some(functools.partial(f_vjp, **told, **params), primals, active)
         if not active:
             y = f()
             return y, jax.tree.map(compat.zero_tangent, y)
@@ -94,13 +92,7 @@ def linear_jvp(prim, reference, linear, primals, tangents, **params):
         terms.append(bind(prim, *operands, **params))
     active = [k for k, t in enumerate(tangents) if k not in linear and has_tangent(t)]
     if active:
-
-        def f(*xs):
-            operands = list(primals)
-            for k, x in zip(active, xs):
-                operands[k] = x
-            return reference(*operands, **params)
-
+        f = of_some(functools.partial(reference, **params), primals, active)
         terms.append(jax.jvp(f, [primals[k] for k in active], [tangents[k] for k in active])[1])
     if not terms:
         return out, jax.tree.map(compat.zero_tangent, out)

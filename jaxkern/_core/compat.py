@@ -21,6 +21,7 @@ from jax.interpreters import ad, mlir
 from jaxlib.version import __version__ as jaxlib_version
 
 from jaxkern._core import environment
+from jaxkern._core.arrays import of_some
 
 
 def varying_axes(x) -> frozenset:
@@ -201,12 +202,7 @@ def taylor_rule(prim, reference) -> None:
             y = reference(*primals, **params)
             return y, [jet.zero_series] * len(y) if prim.multiple_results else jet.zero_series
 
-        def f(*xs):  # a function of the operands that have a series; masks have none
-            operands = list(primals)
-            for k, x in zip(at, xs):
-                operands[k] = x
-            return reference(*operands, **params)
-
+        f = of_some(functools.partial(reference, **params), primals, at)  # masks have no series
         # Inside a rule the terms are not scaled by factorials.
         return jet.jet(f, [primals[k] for k in at], [series[k] for k in at], factorial_scaled=False)
 

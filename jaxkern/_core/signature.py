@@ -1,24 +1,33 @@
 """Signatures: the operands and results of a primitive by name, and the rules that follow from them.
 
     ADD = Signature(
-        {"x": "T *batch *outer rows *inner", "index": "integer *batch count", "source": "T *batch! *outer count *inner"},
+        {
+            "x": "T *batch *outer rows *inner",
+            "index": "integer *batch count",
+            "source": "T *batch! *outer count *inner",
+            "alpha?": "wide",
+            "keys?": "uint32 positions",
+            "order?": "uint32 positions",
+        },
         "T *batch *outer rows *inner",
-        optional={"alpha": "wide", "keys": "uint32 positions", "order": "uint32 positions"},
         exact={"rows", "count"}, whole={"positions"},
     )
 
-A declaration is a dtype, then the names of the dimensions. Dimensions of one name have one size; `name?` may have size 1
-instead. `*group` stands for any number of dimensions: the layout tells how many from the parameters, and the first operand
-how many one more group has. The dimensions of `*group!` all have size 1, or all have their full size. T is one dtype for all
-operands, `wide` the dtype that T is computed in, `integer` any integer dtype, `any` any dtype. Other dtypes are NumPy's names
-or, of results, the names of parameters; so are the sizes of dimensions that no operand has.
+An operand `name?` is optional. A declaration is a dtype, then the names of the dimensions. Dimensions of one name have one
+size; `name?` may have size 1 instead. `*group` stands for any number of dimensions: the layout tells how many from the
+parameters, and the first operand how many one more group has. The dimensions of `*group!` all have size 1, or all have their
+full size. T is one dtype for all operands, `wide` the dtype that T is computed in, `integer` any integer dtype, `any` any
+dtype. The name of an operand stands for its dtype. Other dtypes are NumPy's names or, of results, the names of parameters; so
+are the sizes of dimensions that no operand has.
 
 Functions of an operation (reference, plan, shard, derivatives) take all operands in this order, None for an optional one that
 is absent. The primitive itself takes those that are present; its parameter `given` names the optional ones among them.
 """
 
 import collections
+import dataclasses
 import functools
+import itertools
 import typing
 
 import jax.numpy as jnp
@@ -35,10 +44,12 @@ class Layout(typing.NamedTuple):
 
     ranks(params): {group: its number of dimensions}, for all groups but one.
     grown(params, group, at): the parameters for one more dimension of this group, dimension `at` of the first operand.
+    grows: the groups that a batch may become a dimension of; None: all.
     """
 
     ranks: typing.Callable
     grown: typing.Callable
+    grows: tuple | None = None
 
 
 # Operands "*lead row *trail", where the parameter `axis` is the position of the row.
@@ -64,96 +75,125 @@ class Word(typing.NamedTuple):
     mark: str
 
 
-def _words(text) -> list[Word]:
-    return [Word(w.strip("*?!"), w[0] == "*", w[-1] if w[-1] in "?!" else "") for w in text.split()[1:]]
+@functools.cache
+def _parsed(text) -> tuple:
+    """(dtype, words) of a declaration."""
+    dtype, *words = text.split()
+    return dtype, [Word(w.strip("*?!"), w[0] == "*", w[-1] if w[-1] in "?!" else "") for w in words]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
     """The operands and results of a primitive.
 
-    operands, optional: {name: declaration}.
-    results: the declaration of the result, a list of declarations, or a function of (operands, params) that returns a list.
+    declared: {operand: declaration, or a function of the parameters that returns it}. "name?" is optional. One operand may be
+        "*name": any number of operands of one declaration; all optional ones are then given, if only as None.
+    results: the declaration of the result or, if there are several, a list or a function of (operands, params) that returns it.
+    dtypes(params): {name in declarations: the dtype that it stands for}.
     sizes(operands, params): sizes of dimensions that are not the size of an operand's dimension or a parameter.
     dropped: {group: optional operands that are not valid if the group grows under vmap}: they are then left out.
-    exact, whole: the dimensions, or groups, that several devices split only into equal parts, or never.
+    exact, whole: the dimensions, or groups, that several devices split only into equal parts, or never; or functions of
+        (operands, params).
     summed: the dimensions that devices sum over if no result has them. By default all that are not `whole`.
     """
 
-    def __init__(
-        self,
-        operands,
-        results,
-        optional=None,
-        *,
-        layout=AXIS,
-        sizes=lambda operands, params: {},
-        dropped=None,
-        exact=(),
-        whole=(),
-        summed=None,
-    ):
-        self.texts = operands | (optional or {})
-        self.operands = {n: (text.split()[0], _words(text)) for n, text in self.texts.items()}
-        self.results, self.several = results, not isinstance(results, str)
-        self.required, self.optional = len(operands), tuple(optional or ())
-        self.named = collections.namedtuple("Operands", self.operands, defaults=[None] * len(self.optional))
-        self.layout, self.sizes, self.dropped = layout, sizes, dropped or {}
-        self.exact, self.whole, self.summed = exact, whole, summed
+    declared: dict
+    results: typing.Any
+    layout: Layout = AXIS
+    dtypes: typing.Callable = lambda params: {}
+    sizes: typing.Callable = lambda operands, params: {}
+    dropped: dict = dataclasses.field(default_factory=dict)
+    exact: typing.Any = ()
+    whole: typing.Any = ()
+    summed: typing.Any = None
+
+    @property
+    def several(self) -> bool:
+        return not isinstance(self.results, str)
+
+    @functools.cached_property
+    def operands(self) -> dict:
+        """{operand: declaration}"""
+        return {name.rstrip("?"): text for name, text in self.declared.items()}
+
+    @functools.cached_property
+    def named(self) -> type:
+        """The NamedTuple of the operands. Optional ones at the end may be left out."""
+        trailing = itertools.takewhile(lambda name: name[-1] == "?", reversed(self.declared))
+        return collections.namedtuple("Operands", self.operands, defaults=[None] * len(list(trailing)))
+
+    @functools.cached_property
+    def optional(self) -> list[str]:
+        return [name[:-1] for name in self.declared if name[-1] == "?"]
+
+    def of(self, count) -> "Signature":
+        """The signature for so many operands that are not optional."""
+        return _for_count(self, count) if any(name[0] == "*" for name in self.declared) else self
 
     def expand(self, flat, params) -> tuple:
         """(all operands by name, the parameters without `given`) of the operands and the parameters of the primitive."""
-        params = dict(params)
-        given = params.pop("given", "").split()
-        return self.named(*flat[: self.required], **dict(zip(given, flat[self.required :], strict=True))), params
+        given, own = params.get("given", "").split(), {n: value for n, value in params.items() if n != "given"}
+        self, remaining = self._of(flat, params), iter(flat)
+        absent = set(self.optional) - set(given)
+        return self.named(*(None if n in absent else next(remaining) for n in self.operands)), own
 
     def compress(self, operands, params) -> tuple:
-        """The inverse of `expand`; optional operands at the end may be left out."""
+        """The inverse of `expand`."""
         if "given" in params:
             return operands, params
-        operands = self.named(*operands)
-        given = " ".join(n for n in self.optional if getattr(operands, n) is not None)
-        present = [x for k, x in enumerate(operands) if k < self.required or x is not None]
-        return present, params | {"given": given} if given else params
+        operands = self.of(len(operands) - len(self.optional)).named(*operands)
+        given = [n for n in self.optional if getattr(operands, n) is not None]
+        present = [x for n, x in operands._asdict().items() if x is not None or n not in self.optional]
+        return present, params | {"given": " ".join(given)} if given else params
+
+    def _of(self, flat, params) -> "Signature":
+        return self.of(len(flat) - len(params.get("given", "").split()))
 
     # ---- dimensions
+
+    def _words(self, params) -> dict:
+        """{operand: its words}"""
+        return {n: _parsed(text(params) if callable(text) else text)[1] for n, text in self.operands.items()}
 
     def _ranks(self, rank, params) -> dict:
         """The number of dimensions of each group, and 1 for each other dimension; rank: of the first operand."""
         ranks = dict(self.layout.ranks(params))
-        for _, words in self.operands.values():
+        for words in self._words(params).values():
             ranks |= {w.name: 1 for w in words if not w.grouped}
             for w in words:
                 if w.name not in ranks:  # in the first operand
                     ranks[w.name] = rank - sum(ranks.get(v.name, not v.grouped) for v in words)
         return ranks
 
-    def _dims(self, words, ranks) -> list[Dim]:
-        numbered = lambda w: [f"{w.name}{k}" for k in range(ranks[w.name])] if w.grouped else [w.name]
-        return [Dim(name, w.name, w.mark) for w in words for name in numbered(w)]
-
     def _declared(self, operands, params) -> tuple:
         """[(operand, dtype, dimensions)] of the operands that are present, and [(dtype, dimensions)] of the results."""
         ranks = self._ranks(operands[0].ndim, params)
+
+        def declared(text):
+            dtype, words = _parsed(text(params) if callable(text) else text)
+            numbered = lambda w: [f"{w.name}{k}" for k in range(ranks[w.name])] if w.grouped else [w.name]
+            return dtype, [Dim(name, w.name, w.mark) for w in words for name in numbered(w)]
+
+        present = [(x, *declared(text)) for x, text in zip(operands, self.operands.values()) if x is not None]
+        return present, list(map(declared, self._results(operands, params)))
+
+    def _results(self, operands, params) -> list[str]:
         found = self.results(operands, params) if callable(self.results) else self.results
-        results = [found] if isinstance(found, str) else found
-        return (
-            [
-                (x, dtype, self._dims(words, ranks))
-                for x, (dtype, words) in zip(operands, self.operands.values())
-                if x is not None
-            ],
-            [(text.split()[0], self._dims(_words(text), ranks)) for text in results],
-        )
+        return found if self.several else [found]
 
     # ---- types
 
     def types(self, name, *flat, **given):
         """The types of the results; checks the operands."""
         operands, params = self.expand(flat, given)
+        self = self._of(flat, given)
         present, results = self._declared(operands, params)
-        dtype = next((x.dtype for x, kind, _ in present if kind == "T"), None)
+        dtypes = self.dtypes(params) | {n: x.dtype for n, x in operands._asdict().items() if x is not None}
+        for x, kind, _ in present:
+            if kind == "T":
+                dtypes = {"T": x.dtype, "wide": computing(x.dtype)} | dtypes
         sizes, entries = self.sizes(operands, params), {}
-        fits = all(len(dims) == x.ndim and _is_of(x.dtype, kind, dtype) for x, kind, dims in present)
+        fits = all(len(dims) == x.ndim and _is_of(x.dtype, kind, dtypes) for x, kind, dims in present)
         for x, _, dims in present if fits else ():
             for dim, size, entry in zip(dims, x.shape, validate.explicit_spec(x)):
                 if not (dim.mark and _is_one(size)):
@@ -175,8 +215,8 @@ class Signature:
             spec = PartitionSpec(*distinct([entries.get(n) for n in names]))
             more = {} if mesh is None else {"sharding": NamedSharding(mesh, spec)}
             shape = tuple(sizes[n] if n in sizes else params[n] for n in names)
-            own = dtype if kind == "T" else computing(dtype) if kind == "wide" else params.get(kind, kind)
-            found.append(operands[0].update(shape=shape, dtype=jnp.dtype(own), weak_type=False, **more))
+            dtype = jnp.dtype(dtypes[kind] if kind in dtypes else params.get(kind, kind))
+            found.append(operands[0].update(shape=shape, dtype=dtype, weak_type=False, **more))
         return found if self.several else found[0]
 
     # ---- vmap
@@ -186,9 +226,10 @@ class Signature:
         first one, if possible. Operands without the group are shared by the batch."""
         operands, params = self.expand(flat, given)
         dims, _ = self.expand(flat_dims, given)
+        self = self._of(flat, given)
         ranks = self._ranks(operands[0].ndim - (dims[0] is not None), params)
         begin = lambda words, group: sum(ranks.get(w.name, 1) for w in words[: [w.name for w in words].index(group)])
-        words = {n: own for n, (_, own) in self.operands.items()}
+        words = self._words(params)
         groups = {n: [w.name for w in own if w.grouped] for n, own in words.items()}
         batched = [n for n in words if getattr(dims, n) is not None]
         size = getattr(operands, batched[0]).shape[getattr(dims, batched[0])]
@@ -196,6 +237,7 @@ class Signature:
         lost = [g for g, names in self.dropped.items() if set(names) & set(batched)]
         leading = [n for n in batched if not any(n in names for names in self.dropped.values())] or list(words)[:1]
         shared = lost or [g for g in groups[leading[0]] if all(g in groups[n] for n in leading)]
+        shared = [g for g in shared if self.layout.grows is None or g in self.layout.grows]
         shared = [g for g in shared if g not in self.dropped] or shared
         if not shared:
             raise NotImplementedError(f"{prim.name}: no batching rule for batches of {', '.join(batched)} alone")
@@ -225,9 +267,8 @@ class Signature:
             if x is not None and Word(group, True, "!") in own and x.shape[of(n)] not in (full, (1,) * len(full)):
                 shape = (*x.shape[: of(n).start], *full, *x.shape[of(n).stop :])
                 found = found._replace(**{n: jnp.broadcast_to(x, shape)})
-        results = self.results(found, params) if callable(self.results) else self.results
+        places = [begin(_parsed(text)[1], group) + at for text in self._results(found, params)]
         params = self.layout.grown(params, group, begin(words[whole], group) + at)
-        places = [begin(_words(text), group) + at for text in ([results] if isinstance(results, str) else results)]
         return bind(prim, *found, **params), places if self.several else places[0]
 
     # ---- several devices
@@ -236,33 +277,44 @@ class Signature:
         """Lowers a call to one part per device: shard(prim, over, *operands, **params), see `partition.lower`. `over` has the
         mesh axes of groups, too."""
         operands, own = self.expand(ctx.avals_in, params)
+        self = self._of(flat, params)
         present, results = self._declared(operands, own)
         dims = [*(of for *_, of in present), *(of for _, of in results)]
         groups = {dim.name: dim.group for of in dims for dim in of}
         exact, whole = (f(operands, own) if callable(f) else f for f in (self.exact, self.whole))
         of = lambda names: {name for name, group in groups.items() if name in names or group in names}
-        left = {dim.name for _, own in results for dim in own}
         summed = set(groups) - of(whole) if self.summed is None else of(self.summed)
+        summed -= {dim.name for _, own in results for dim in own}
 
         def part(over, *parts, **params):
-            along = {w.name: () for _, words in self.operands.values() for w in words}
+            along = {w.name: () for words in self._words(params).values() for w in words}
             for name, group in groups.items():
                 along[group] = (*along.get(group, ()), *over.get(name, ()))
             operands, params = self.expand(parts, params)
             return shard(prim, over | along, *operands, **params)
 
         names = [[dim.name for dim in own] for own in dims]
-        return partition.lower(ctx, prim, flat, params, names, part, of(exact), sorted(summed - left), of(whole))
+        return partition.lower(
+            ctx, prim, flat, params, names, part, of(exact), [n for n in groups if n in summed], of(whole)
+        )
+
+
+@functools.cache
+def _for_count(signature, count):
+    declared, more = {}, count - (len(signature.operands) - len(signature.optional) - 1)
+    for name, text in signature.declared.items():
+        declared |= {f"{name[1:]}{k}": text for k in range(more)} if name[0] == "*" else {name: text}
+    return dataclasses.replace(signature, declared=declared)
 
 
 def _is_one(n) -> bool:
     return isinstance(n, int) and n == 1
 
 
-def _is_of(dtype, kind, of_all) -> bool:
-    if kind in ("T", "wide"):
-        return dtype == (of_all if kind == "T" else computing(of_all))
-    return kind == "any" or (jnp.issubdtype(dtype, jnp.integer) if kind == "integer" else dtype == jnp.dtype(kind))
+def _is_of(dtype, kind, dtypes) -> bool:
+    if kind in ("any", "integer"):
+        return kind == "any" or jnp.issubdtype(dtype, jnp.integer)
+    return dtype == jnp.dtype(dtypes.get(kind, kind))
 
 
 def distinct(entries) -> list:
@@ -309,9 +361,11 @@ def primitive(
         return found or signature.batch(prim, flat, dims, **given)
 
     def planned(device, operands, results, **given):
-        named, params = signature.expand(operands, given) if isinstance(operands, list) else (operands, dict(given))
-        params.pop("given", None)
-        return plan(device, named, results, **params)
+        """operands: a list of types, or those of what `prepare` returns, a NamedTuple or a tuple of all operands."""
+        named, params = signature.expand(operands, given) if isinstance(operands, list) else (operands, given)
+        if not hasattr(named, "_fields"):
+            named = signature.of(len(named) - len(signature.optional)).named(*named)
+        return plan(device, named, results, **{n: value for n, value in params.items() if n != "given"})
 
     prim = define.primitive(
         name,

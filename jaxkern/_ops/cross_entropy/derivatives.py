@@ -4,10 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
 
 from jaxkern._core.autodiff import deflinear, defvjp
-from jaxkern._core.primitive import bind, set_jvp
+from jaxkern._core.primitive import bind, has_tangent, set_jvp
 from jaxkern._ops.cross_entropy import reference
 from jaxkern._ops.cross_entropy.primitive import (
     cross_entropy_both_p,
@@ -17,42 +16,45 @@ from jaxkern._ops.cross_entropy.primitive import (
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _cross_entropy(logits, rest, params):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _cross_entropy(logits, labels, mask, params):
     """The loss as a function that defines its derivatives. The residuals are the logits and two numbers per row."""
-    return bind(cross_entropy_p, logits, *rest, **dict(params))
+    return bind(cross_entropy_p, logits, labels, mask, **dict(params))
 
 
-def _forward(logits, rest, params):
-    found = bind(cross_entropy_p, logits, *rest, **dict(params))
-    return found, (logits, rest, found[1:])
+def _forward(logits, labels, mask, params):
+    found = bind(cross_entropy_p, logits, labels, mask, **dict(params))
+    return found, (logits, labels, mask, found[1:])
 
 
 def _backward(params, kept, cotangents):
-    logits, (labels, *mask), (largest, total, *count) = kept
-    dx = bind(cross_entropy_grad_p, logits, labels, largest, total, cotangents[0], *count, *mask, **dict(params))
-    return dx, (None,) * (1 + len(mask))
+    logits, labels, mask, residuals = kept
+    return _gradient(logits, labels, mask, residuals, cotangents[0], **dict(params)), None, None
+
+
+def _gradient(logits, labels, mask, residuals, weight, **params):
+    largest, total, *count = residuals
+    return bind(cross_entropy_grad_p, logits, labels, largest, total, weight, *(count or [None]), mask, **params)
 
 
 _cross_entropy.defvjp(_forward, _backward)
 defvjp(
     cross_entropy_p,
-    lambda logits, *rest, **params: _cross_entropy(logits, rest, tuple(params.items())),
+    lambda logits, labels, mask, **params: _cross_entropy(logits, labels, mask, tuple(params.items())),
     differentiable=(0,),
 )
 
 
 def _both_jvp(primals, tangents, **params):
     """Differentiates the two passes, one after the other."""
-    _, labels, _, *mask = primals
+    _, labels, _, mask = primals
 
     def f(logits, weight):
-        loss, largest, total, *count = bind(cross_entropy_p, logits, labels, *mask, **params)
-        dx = bind(cross_entropy_grad_p, logits, labels, largest, total, weight, *count, *mask, **params)
-        return [loss, largest, total, *count, dx]
+        loss, *residuals = bind(cross_entropy_p, logits, labels, mask, **params)
+        return [loss, *residuals, _gradient(logits, labels, mask, residuals, weight, **params)]
 
-    along = [jnp.zeros_like(x) if type(t) is ad.Zero else t for x, t in zip(primals, tangents)]
-    return jax.jvp(f, (primals[0], primals[2]), (along[0], along[2]))
+    along = [t if has_tangent(t) else jnp.zeros_like(x) for x, t in zip(primals[::2], tangents[::2])]
+    return jax.jvp(f, primals[::2], tuple(along))
 
 
 set_jvp(cross_entropy_both_p, _both_jvp)

@@ -28,6 +28,7 @@ def gradient(loss_p, both_p, ctx, operands, params, lower):
     lower(prim, ctx, operands, params): lowers a primitive at the insertion point and returns its results.
     """
     logits, labels, largest, _, weight, *rest = operands
+    params = {name: value for name, value in params.items() if name != "given"} | ({"given": "mask"} if rest else {})
     forward = maker(largest)
     if environment.read("JAXKERN_ONE_READ") == "0" or not compat.moves_operations():
         return None

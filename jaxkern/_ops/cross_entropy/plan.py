@@ -339,10 +339,9 @@ def _launches(call: _Call, algorithm: str) -> list[Launch]:
 def cross_entropy(which: str, device, operands, results, *, axis: int, algorithm: str, options) -> Plan | None:
     """The plan of a primitive (see primitive.py) for arrays of these types; None where there is no kernel."""
     del results
-    logits, labels = operands[:2]
+    logits, labels, masked = operands.logits, operands.labels, operands.mask is not None
     shape = logits.shape
-    masked = len(operands) > {"loss": 2, "both": 3, "gradient": 5}[which]
-    view = broadcast_view(shape, operands[-1].shape, axis) if masked else None
+    view = broadcast_view(shape, operands.mask.shape, axis) if masked else None
     if logits.dtype.name not in FLOAT_BYTES or labels.dtype.name not in _LABELS or (masked and view is None):
         return None
     p = Problem(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]), logits.dtype.name, which, masked)

@@ -1,14 +1,14 @@
-"""The primitives of cross-entropy: shapes and batching.
+"""The primitives of cross-entropy: their signatures, and what kernels read.
 
-    cross_entropy_p        (logits, labels[, mask])                                   -> loss, largest, total[, count]
-    cross_entropy_grad_p   (logits, labels, largest, total, weight[, count, mask])    -> gradient
-    cross_entropy_both_p   (logits, labels, weight[, mask])                           -> all of these, in one read
-    cross_entropy_jvp_p    (logits, labels, largest, total, t[, count, mask])         -> the transpose of the gradient;
-                                                                                         left to XLA
+    cross_entropy_p        (logits, labels, mask)                                   -> loss, largest, total[, count]
+    cross_entropy_grad_p   (logits, labels, largest, total, weight, count, mask)    -> gradient
+    cross_entropy_both_p   (logits, labels, weight, mask)                           -> all of these, in one read
+    cross_entropy_jvp_p    (logits, labels, largest, total, tangent, count, mask)   -> the transpose of the gradient; left to
+                                                                                       XLA
 
-The residuals are numbers per row: the largest logit, `total`, the sum of exp(logit - largest), whose logarithms make
-logsumexp, and with a mask the count of participants. They are functions of the logits, and so the derivatives treat
-them: only those along logits and weight exist.
+mask and count are optional. The residuals are numbers per row: the largest logit, `total`, the sum of exp(logit - largest),
+whose logarithms make logsumexp, and with a mask the count of participants. They are functions of the logits, and so the
+derivatives treat them: only those along logits and weight exist.
 """
 
 import functools
@@ -17,69 +17,28 @@ import jax.numpy as jnp
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from jaxkern._core import algorithms, compat, decisions, define, stablehlo, switch
-from jaxkern._core.dtypes import computing
-from jaxkern._core.primitive import bind
-from jaxkern._core.rows import adapt_mask, without_axis
+from jaxkern._core import algorithms, compat, decisions, stablehlo, switch
+from jaxkern._core.rows import mask_shape
+from jaxkern._core.signature import Signature, primitive
 from jaxkern._ops.cross_entropy import one_read, plan, reference, sharding
 from jaxkern._ops.cross_entropy.reference import Options  # noqa: F401
 
 algorithms.register(plan, "softmax_cross_entropy")
 
-
-# The operands of each primitive without a mask and with one, then its results: arrays of logits (x), numbers per row
-# (r) and masks (m).
-KINDS = {
-    "cross_entropy": ("xr", "xrm", "rrr", "rrrr"),
-    "cross_entropy_grad": ("xrrrr", "xrrrrrm", "x", "x"),
-    "cross_entropy_jvp": ("xrrrx", "xrrrxrm", "r", "r"),
-    "cross_entropy_both": ("xrr", "xrrm", "rrrx", "rrrrx"),
-}
+LOGITS, LABELS, ROW = "T *lead classes *trail", "integer *lead *trail", "wide *lead *trail"
+MASK = {"mask?": "bool *lead? classes? *trail?"}
 
 
-def kinds(name, operands):
-    """The kinds of the operands and of the results of the primitive of this name."""
-    plain, masked, results, masked_results = KINDS[name.removeprefix("jaxkern_")]
-    return (masked, masked_results) if len(operands) == len(masked) else (plain, results)
+def _losses(operands, params):
+    return [ROW] * (3 if operands.mask is None else 4)
 
 
-def _abstract_eval(name, x, *rest, axis, algorithm, options):
-    del algorithm, options
-    operands, results = kinds(name, (x, *rest))
-    rows = x.shape[:axis] + x.shape[axis + 1 :]
-    for kind, a in zip(operands, (x, *rest), strict=True):
-        fits = {
-            "x": a.shape == x.shape and a.dtype == x.dtype,
-            "r": a.shape == rows,
-            "m": a.dtype == jnp.bool_ and a.ndim == x.ndim and all(b in (1, d) for d, b in zip(x.shape, a.shape)),
-        }
-        if not fits[kind]:
-            raise ValueError(f"{name}: {a.str_short()} does not fit {x.str_short()} along axis {axis}")
-    row = without_axis(x, axis).update(dtype=computing(x.dtype))
-    found = [x.update(weak_type=False) if kind == "x" else row for kind in results]
-    return found if len(found) > 1 else found[0]
-
-
-def _batch(prim, operands, dims, *, axis, algorithm, options):
-    """The batch becomes one more dimension of the logits, where they have it, or their first."""
-    operand_kinds, results = kinds(prim.name, operands)
-    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-    at = dims[0] if dims[0] is not None else 0
-    new_axis = axis + (at <= axis)
-    of_rows = at - (at > new_axis)
-
-    def place(x, d, kind):
-        where = of_rows if kind == "r" else at
-        if d is not None:
-            return jnp.moveaxis(x, d, where)  # nothing at all when they are equal
-        x = jnp.expand_dims(x, where)
-        # A mask keeps a dimension of size 1: kernels read it in place.
-        return x if kind == "m" else jnp.broadcast_to(x, (*x.shape[:where], size, *x.shape[where + 1 :]))
-
-    operands = [place(*args) for args in zip(operands, dims, operand_kinds)]
-    out = bind(prim, *operands, axis=new_axis, algorithm=algorithm, options=options)
-    places = [at if kind == "x" else of_rows for kind in results]
-    return (out, places) if prim.multiple_results else (out, places[0])
+_signature = functools.partial(Signature, exact={"classes"})
+_INPUT, _RESIDUALS = {"logits": LOGITS, "labels": LABELS}, {"largest": ROW, "total": ROW}
+LOSS = _signature(_INPUT | MASK, _losses)
+GRADIENT = _signature(_INPUT | _RESIDUALS | {"weight": ROW, "count?": ROW} | MASK, LOGITS)
+TANGENT = _signature(_INPUT | _RESIDUALS | {"tangent": LOGITS, "count?": ROW} | MASK, ROW)
+BOTH = _signature(_INPUT | {"weight": ROW} | MASK, lambda operands, params: [*_losses(operands, params), LOGITS])
 
 
 # ---- lowering
@@ -90,14 +49,19 @@ def _batch(prim, operands, dims, *, axis, algorithm, options):
 # rules must not be cached: a cached rule sees the operands as arguments of a function of its own.
 
 
-def _partition(prim, ctx, operands, params):
+def _readable(*types, axis, **params):
+    """Broadcasts a mask that kernels cannot read; see `signature.primitive`."""
+    logits, mask = types[0], types[-1]
+    shape = None if mask is None else mask_shape(logits.shape, mask.shape, axis)
+    if mask is None or shape == mask.shape:
+        return None
+    return lambda *operands, **params: (*operands[:-1], jnp.broadcast_to(operands[-1], shape))
+
+
+def _partition(signature, part, prim, ctx, operands, params):
     params = params | {"options": params["options"]._replace(overwrites=_overwrites(prim, operands, params))}
-    split = functools.partial(sharding.shard, prim, cross_entropy_p)
-    return sharding.partitioned(prim, kinds(prim.name, operands), split, ctx, operands, params)
-
-
-def _adapt(prim, *avals, axis, **params):
-    return adapt_mask(prim, avals[0], avals[-1], axis) if kinds(prim.name, avals)[0][-1] == "m" else None
+    shard = functools.partial(sharding.shard, part, cross_entropy_p)
+    return signature.partition(shard, prim, ctx, operands, params)
 
 
 def _left(prim, ctx, operands, params) -> bool:
@@ -144,19 +108,15 @@ def _may_overwrite(value) -> bool:
     return "jax.buffer_donor" in own or "tf.aliasing_output" in own
 
 
-def _primitive(name, reference, taylor=None, which=None, **options):
-    """which: the pass that kernels compute, if there are any. Taylor series follow functions of the logits alone."""
-    results = len(KINDS[name][2])
-    return define.primitive(
+def _primitive(name, signature, reference, part=None, which=None, **options):
+    """part: computes the part of a device whose classes are split. which: the pass that kernels compute, if there are any."""
+    return primitive(
         f"jaxkern_{name}",
-        functools.partial(_abstract_eval, name),
-        _batch,
+        signature,
         reference,
-        several=results > 1,
-        taylor=taylor,
         plan=which and functools.partial(plan.cross_entropy, which),
-        partition=_partition,
-        adapt=_adapt,
+        partition=which and functools.partial(_partition, signature, part),
+        prepare=_readable,
         dtypes=plan.DTYPES,
         left=_left,
         cached=False,
@@ -194,22 +154,30 @@ def _gradient_instead(ctx, operands, params, lower):
 
 
 def _overwritten(prim, operands, params):
-    """{logits: gradient} if the gradient takes the memory of the logits."""
-    return {0: len(kinds(prim.name, operands)[1]) - 1} if _overwrites(prim, operands, params) else None
+    """{logits: gradient} if the gradient, the last result, takes the memory of the logits."""
+    last = 0 if prim is cross_entropy_grad_p else 3 + ("mask" in params.get("given", ""))
+    return {0: last} if _overwrites(prim, operands, params) else None
 
 
-cross_entropy_p = _primitive("cross_entropy", reference.loss, which="loss", instead=_loss_instead)
+cross_entropy_p = _primitive("cross_entropy", LOSS, reference.loss, sharding.loss, "loss", instead=_loss_instead)
 compat.check_indices(
     cross_entropy_p,
     lambda logits, labels, *mask, axis, options, **_: (labels, axis) if options.as_written else None,
 )
+# Taylor series follow functions of the logits alone.
 cross_entropy_grad_p = _primitive(
     "cross_entropy_grad",
+    GRADIENT,
     reference.gradient_by_residuals,
-    reference.gradient,
+    sharding.gradient,
     "gradient",
+    taylor=reference.gradient,
     aliases=_overwritten,
     instead=_gradient_instead,
 )
-cross_entropy_jvp_p = _primitive("cross_entropy_jvp", reference.transpose_by_residuals, reference.transpose)
-cross_entropy_both_p = _primitive("cross_entropy_both", reference.both, which="both", aliases=_overwritten)
+cross_entropy_jvp_p = _primitive(
+    "cross_entropy_jvp", TANGENT, reference.transpose_by_residuals, taylor=reference.transpose
+)
+cross_entropy_both_p = _primitive(
+    "cross_entropy_both", BOTH, reference.both, sharding.both, "both", aliases=_overwritten
+)

@@ -28,10 +28,10 @@ def _shifted(logits, mask, axis):
     The largest of an empty row is the least finite number.
     """
     x = logits.astype(computing(logits.dtype))
-    if mask:
-        x = jnp.where(mask[0], x, -jnp.inf)
+    if mask is not None:
+        x = jnp.where(mask, x, -jnp.inf)
     # With this initial value an empty row needs no condition, and XLA compiles a single loop over rows for the CPU.
-    largest = largest_of(logits, mask, axis)
+    largest = largest_of(logits, () if mask is None else (mask,), axis)
     e = jnp.exp(x - largest)
     total = jnp.sum(e, axis, keepdims=True)
     return x - largest, largest, e, total
@@ -40,8 +40,8 @@ def _shifted(logits, mask, axis):
 def _of_label(x, largest, label, mask, axis):
     """The label's logit - largest. Reads the logits as they are, so that nothing else of their size is stored."""
     found = jnp.take_along_axis(x, label, axis).astype(largest.dtype)
-    if mask:
-        within = jnp.take_along_axis(jnp.broadcast_to(mask[0], x.shape), label, axis)
+    if mask is not None:
+        within = jnp.take_along_axis(jnp.broadcast_to(mask, x.shape), label, axis)
         found = jnp.where(within, found, -jnp.inf)
     return found - largest
 
@@ -59,9 +59,9 @@ def classes_of(labels, classes, axis, options):
 
 def participants(x, mask, axis):
     """How many elements of each row take part."""
-    if not mask:
+    if mask is None:
         return jnp.full([1 if d == axis else s for d, s in enumerate(x.shape)], x.shape[axis], computing(x.dtype))
-    return jnp.sum(jnp.broadcast_to(mask[0], x.shape), axis, keepdims=True, dtype=computing(x.dtype))
+    return jnp.sum(jnp.broadcast_to(mask, x.shape), axis, keepdims=True, dtype=computing(x.dtype))
 
 
 def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, classes=None, weight=None):
@@ -73,7 +73,7 @@ def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, 
     first, classes: the first class and the number of all classes, if the logits are a part of an array.
     """
     x = logits.astype(total.dtype)
-    e = jnp.exp((jnp.where(mask[0], x, -jnp.inf) if mask else x) - largest)
+    e = jnp.exp((x if mask is None else jnp.where(mask, x, -jnp.inf)) - largest)
     label, bad, ignored = classes_of(labels, classes or logits.shape[axis], axis, options)
     dead = total == 0
     total = jnp.where(dead, 1, total)
@@ -93,7 +93,7 @@ def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, 
     if options.smoothing and logits.shape[axis] != 0:
         slope = slope - smooth / count
     live = jnp.broadcast_to(~ignored & (~dead | bad), logits.shape)
-    return slope, live & mask[0] if mask else live
+    return slope, live if mask is None else live & mask
 
 
 def _slopes(logits, labels, mask, axis, options, weight=None):
@@ -103,30 +103,35 @@ def _slopes(logits, labels, mask, axis, options, weight=None):
     return slopes(logits, labels, largest, total, count, mask, axis, options, weight=weight)
 
 
-def gradient(logits, labels, largest, total, g, *rest, axis, algorithm, options):
-    slope, live = _slopes(logits, labels, rest[1:], axis, options, jnp.expand_dims(g, axis))
-    return jnp.where(live, slope, 0).astype(logits.dtype)
-
-
-def transpose(logits, labels, largest, total, t, *rest, axis, algorithm, options):
-    slope, live = _slopes(logits, labels, rest[1:], axis, options)
-    return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
-
-
-def _slopes_by_residuals(logits, labels, largest, total, rest, axis, options, weight=None):
+def _slopes_by_residuals(logits, labels, largest, total, count, mask, axis, options, weight=None):
     """The same from the residuals, which saves a read of the logits."""
-    count = jnp.expand_dims(rest[0], axis) if rest else logits.shape[axis]
     largest, total = (jnp.expand_dims(a, axis) for a in (largest, total))
-    return slopes(logits, labels, largest, total, count, rest[1:], axis, options, weight=weight)
+    count = logits.shape[axis] if count is None else jnp.expand_dims(count, axis)
+    return slopes(logits, labels, largest, total, count, mask, axis, options, weight=weight)
 
 
-def gradient_by_residuals(logits, labels, largest, total, g, *rest, axis, algorithm, options):
-    slope, live = _slopes_by_residuals(logits, labels, largest, total, rest, axis, options, jnp.expand_dims(g, axis))
+def gradient(logits, labels, largest, total, g, count=None, mask=None, *, axis, algorithm, options):
+    return _weighed(logits, *_slopes(logits, labels, mask, axis, options, jnp.expand_dims(g, axis)))
+
+
+def gradient_by_residuals(logits, labels, largest, total, g, count=None, mask=None, *, axis, algorithm, options):
+    g = jnp.expand_dims(g, axis)
+    return _weighed(logits, *_slopes_by_residuals(logits, labels, largest, total, count, mask, axis, options, g))
+
+
+def _weighed(logits, slope, live):
     return jnp.where(live, slope, 0).astype(logits.dtype)
 
 
-def transpose_by_residuals(logits, labels, largest, total, t, *rest, axis, algorithm, options):
-    slope, live = _slopes_by_residuals(logits, labels, largest, total, rest, axis, options)
+def transpose(logits, labels, largest, total, t, count=None, mask=None, *, axis, algorithm, options):
+    return _along(t, *_slopes(logits, labels, mask, axis, options), axis)
+
+
+def transpose_by_residuals(logits, labels, largest, total, t, count=None, mask=None, *, axis, algorithm, options):
+    return _along(t, *_slopes_by_residuals(logits, labels, largest, total, count, mask, axis, options), axis)
+
+
+def _along(t, slope, live, axis):
     return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
 
 
@@ -142,7 +147,7 @@ def kept_total(largest, total, options):
     return jnp.where(largest == jnp.inf, jnp.inf, total) if options.as_written else total
 
 
-def loss(logits, labels, *mask, axis, algorithm, options):
+def loss(logits, labels, mask=None, *, axis, algorithm, options):
     shifted, largest, _, total = _shifted(logits, mask, axis)
     label, bad, ignored = classes_of(labels, logits.shape[axis], axis, options)
     count = participants(logits, mask, axis)
@@ -155,21 +160,16 @@ def loss(logits, labels, *mask, axis, algorithm, options):
         of_label = _of_label(logits, largest, label, mask, axis)
         value = value - (1 - options.smoothing) * of_label
     if options.smoothing:
-        value = (
-            value
-            - options.smoothing
-            * jnp.sum(jnp.where(mask[0], shifted, 0) if mask else shifted, axis, keepdims=True)
-            / count
-        )
+        shifted = shifted if mask is None else jnp.where(mask, shifted, 0)
+        value = value - options.smoothing * jnp.sum(shifted, axis, keepdims=True) / count
     if options.z_loss:
         value = value + options.z_loss * (jnp.where(total == 0, 0, largest) + log_total) ** 2
     value = settled(value, largest, total, of_label, bad, ignored, options)
     total = kept_total(largest, total, options)
-    found = [value, largest, total, *([count] if mask else [])]
+    found = [value, largest, total, *([] if mask is None else [count])]
     return [jnp.squeeze(a, axis) for a in found]
 
 
-def both(logits, labels, g, *mask, **params):
-    value, largest, total, *count = loss(logits, labels, *mask, **params)
-    dx = gradient_by_residuals(logits, labels, largest, total, g, *count, *mask, **params)
-    return [value, largest, total, *count, dx]
+def both(logits, labels, g, mask=None, **params):
+    found = value, largest, total, *count = loss(logits, labels, mask, **params)
+    return [*found, gradient_by_residuals(logits, labels, largest, total, g, *(count or [None]), mask, **params)]

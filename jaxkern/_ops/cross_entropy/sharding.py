@@ -12,21 +12,11 @@ If only rows are split, the kernels run on each part without a message. Classes 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._core import partition
 from jaxkern._core.dtypes import computing
+from jaxkern._core.primitive import bind
 from jaxkern._ops.cross_entropy import reference
 from jaxkern._ops.cross_entropy.reference import Options
 from jaxkern._ops.reduction.primitive import statistics
-
-
-def partitioned(prim, kinds, split, ctx, operands, params):
-    """Lowers `prim` to parts, which `split` computes; kinds: the kinds of the operands and of the results."""
-    full = [f"d{d}" for d in range(ctx.avals_in[0].ndim)]
-    axis = params["axis"]
-    full[axis] = "classes"
-    dims = [full[:axis] + full[axis + 1 :] if kind == "r" else full for kind in "".join(kinds)]
-    summed = () if "x" in kinds[1] else ("classes",)
-    return partition.lower(ctx, prim, operands, params, dims, split, exact={"classes"}, summed=summed)
 
 
 def _place(over, width):
@@ -38,13 +28,14 @@ def _statistics(loss_p, logits, mask, axis, smoothing, algorithm):
     """Per row of a part, in one read: the largest logit, the sum of exponentials, the number of participants, and with
     smoothing the sum of logit - largest. They have a dimension for the axis."""
     if not smoothing:
-        _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(logits, *mask, axis=axis, algorithm="auto"))
+        given = () if mask is None else (mask,)
+        _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(logits, *given, axis=axis, algorithm="auto"))
         return largest, total, reference.participants(logits, mask, axis), None
     # With smoothing 1 the loss is log(total) less the mean of that sum, whatever the label is.
     anything = jnp.zeros(logits.shape[:axis] + logits.shape[axis + 1 :], jnp.int32)
-    found = loss_p.bind(logits, anything, *mask, axis=axis, algorithm=algorithm, options=Options(1.0))
+    found = bind(loss_p, logits, anything, mask, axis=axis, algorithm=algorithm, options=Options(1.0))
     spread, largest, total, *counted = (jnp.expand_dims(a, axis) for a in found)
-    count = counted[0] if mask else reference.participants(logits, mask, axis)
+    count = counted[0] if counted else reference.participants(logits, mask, axis)
     nothing = total == 0
     below = jnp.where(
         nothing, jnp.where(count > 0, -jnp.inf, 0), count * (jnp.log(jnp.where(nothing, 1, total)) - spread)
@@ -52,17 +43,16 @@ def _statistics(loss_p, logits, mask, axis, smoothing, algorithm):
     return jnp.where(nothing, -jnp.inf, largest), total, count, below
 
 
-def _loss(loss_p, over, logits, labels, *mask, axis, algorithm, options):
+def loss(loss_p, over, logits, labels, mask=None, *, axis, algorithm, options):
     first, classes = _place(over, logits.shape[axis])
     label, bad, ignored = reference.classes_of(labels, classes, axis, options)
     here = label.astype(jnp.int32) - first
     own = (here >= 0) & (here < logits.shape[axis])
     here = jnp.where(own, here, 0)
     logit = jnp.take_along_axis(logits, here, axis, mode="clip").astype(computing(logits.dtype))
-    if mask:
-        logit = jnp.where(
-            jnp.take_along_axis(jnp.broadcast_to(mask[0], logits.shape), here, axis, mode="clip"), logit, -jnp.inf
-        )
+    if mask is not None:
+        own_mask = jnp.take_along_axis(jnp.broadcast_to(mask, logits.shape), here, axis, mode="clip")
+        logit = jnp.where(own_mask, logit, -jnp.inf)
 
     largest, total, count, below = _statistics(loss_p, logits, mask, axis, options.smoothing, algorithm)
     base = jnp.where(largest == -jnp.inf, 0, largest)
@@ -71,10 +61,10 @@ def _loss(loss_p, over, logits, labels, *mask, axis, algorithm, options):
     sums = [total * jnp.exp(largest - whole), jnp.where(own, logit - whole, 0)]
     if options.smoothing:
         sums.append(below + count * (base - whole))
-    if mask:
+    if mask is not None:
         sums.append(count)
     total, logit, *sums = lax.psum(jnp.stack(sums), over)
-    count = sums[-1] if mask else jnp.full_like(total, classes)
+    count = jnp.full_like(total, classes) if mask is None else sums[-1]
 
     log_total = jnp.log(total)
     value = log_total
@@ -86,39 +76,22 @@ def _loss(loss_p, over, logits, labels, *mask, axis, algorithm, options):
         value = value + options.z_loss * (whole + log_total) ** 2
     value = reference.settled(value, whole, total, logit, bad, ignored, options)
     total = reference.kept_total(whole, total, options)
-    return [jnp.squeeze(a, axis) for a in (value, whole, total, *([count] if mask else []))]
+    return [jnp.squeeze(a, axis) for a in (value, whole, total, *([] if mask is None else [count]))]
 
 
-def _gradient(loss_p, over, logits, labels, largest, total, g, *rest, axis, algorithm, options):
-    slope, live = _slopes(over, logits, labels, largest, total, rest, axis, options, jnp.expand_dims(g, axis))
+def gradient(loss_p, over, logits, labels, largest, total, g, count=None, mask=None, *, axis, algorithm, options):
+    first, classes = _place(over, logits.shape[axis])
+    largest, total, g = (jnp.expand_dims(a, axis) for a in (largest, total, g))
+    count = classes if count is None else jnp.expand_dims(count, axis)
+    slope, live = reference.slopes(logits, labels, largest, total, count, mask, axis, options, first, classes, g)
     return jnp.where(live, slope, 0).astype(logits.dtype)
 
 
-def _slopes(over, logits, labels, largest, total, rest, axis, options, weight=None):
-    count, mask = rest[:1], rest[1:]
-    first, classes = _place(over, logits.shape[axis])
-    count = jnp.expand_dims(count[0], axis) if count else classes
-    largest, total = (jnp.expand_dims(a, axis) for a in (largest, total))
-    return reference.slopes(logits, labels, largest, total, count, mask, axis, options, first, classes, weight)
+def both(loss_p, over, logits, labels, g, mask=None, **params):
+    found = value, largest, total, *count = loss(loss_p, over, logits, labels, mask, **params)
+    return [*found, gradient(loss_p, over, logits, labels, largest, total, g, *(count or [None]), mask, **params)]
 
 
-def _both(loss_p, over, logits, labels, g, *mask, axis, algorithm, options):
-    params = {"axis": axis, "algorithm": algorithm, "options": options}
-    value, largest, total, *count = _loss(loss_p, over, logits, labels, *mask, **params)
-    return [
-        value,
-        largest,
-        total,
-        *count,
-        _gradient(loss_p, over, logits, labels, largest, total, g, *count, *mask, **params),
-    ]
-
-
-_SPLIT = {"jaxkern_cross_entropy": _loss, "jaxkern_cross_entropy_grad": _gradient, "jaxkern_cross_entropy_both": _both}
-
-
-def shard(prim, loss_p, over, *operands, **params):
-    """The part of one device. loss_p: the primitive of the loss."""
-    if not over["classes"]:
-        return prim.bind(*operands, **params)
-    return _SPLIT[prim.name](loss_p, over["classes"], *operands, **params)
+def shard(part, loss_p, prim, over, *operands, **params):
+    """The part of one device, which `part` computes if classes are split. loss_p: the primitive of the loss."""
+    return part(loss_p, over["classes"], *operands, **params) if over["classes"] else bind(prim, *operands, **params)

@@ -76,7 +76,7 @@ def _whole(operands, params):
 
 
 ROWS, SOURCE, SHARED = "T *batch *outer rows *inner", "T *batch *outer count *inner", "T *batch! *outer count *inner"
-INDEX, ORDER = "integer *batch count", {"keys": "uint32 positions", "order": "uint32 positions"}
+INDEX, ORDER = "integer *batch count", {"keys?": "uint32 positions", "order?": "uint32 positions"}
 # Under vmap, a batch of arrays lies beside the batch dimensions and shares the indices. A batch of indices is one more batch
 # dimension, and is sorted separately.
 AT_INDICES = {
@@ -85,9 +85,9 @@ AT_INDICES = {
     "dropped": {"batch": ("keys", "order")},
 }
 _signature = functools.partial(Signature, **AT_INDICES, exact={"rows", "count"}, whole=_whole)
-_ADD = _signature({"x": ROWS, "index": INDEX, "source": SHARED}, ROWS, {"alpha": "wide"} | ORDER)
-_SEGMENT = _signature({"source": SHARED, "index": INDEX}, ROWS, ORDER)
-_SELECT = _signature({"x": ROWS, "index": INDEX}, SOURCE, ORDER)
+_ADD = _signature({"x": ROWS, "index": INDEX, "source": SHARED, "alpha?": "wide"} | ORDER, ROWS)
+_SEGMENT = _signature({"source": SHARED, "index": INDEX} | ORDER, ROWS)
+_SELECT = _signature({"x": ROWS, "index": INDEX} | ORDER, SOURCE)
 
 
 # ---- vmap, where the signature does not tell
@@ -143,7 +143,7 @@ def _sorted(op, signature, *operands, rules, rows=None):
 
 
 def _without_order(x, index, keys, order, *, rules):
-    return None if keys is None else lambda x, index, keys, order, *, rules: _SELECT.named(x, index)
+    return None if keys is None else lambda x, index, keys, order, *, rules: (x, index, None, None)
 
 
 OPERATIONS = {}  # the name of the operation of each primitive

@@ -1,6 +1,6 @@
 """Linear cross-entropy in chunks: XLA's matrix products, and the kernels of cross-entropy between them.
 
-Every function takes h [*rows, d], a weight, labels [*rows] and perhaps a bias [vocabulary], and works on the part of one
+Every function takes h [*rows, d], a weight, labels [*rows] and perhaps a bias [vocabulary], or None, and works on the part of one
 device. `Split` names the mesh axes that other parts lie along: sums over rows or classes then take a message.
 """
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern._core.arrays import of_some
 from jaxkern._core.define import size_of
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
@@ -65,7 +66,7 @@ def _product(a, b, along_a, along_b, dtype, spec):
 def linear(h, weight, bias, spec):
     """The logits before the cap; h is of any rank."""
     z = _product(h, weight, h.ndim - 1, 1 if spec.transposed else 0, spec.logits_dtype, spec)
-    return z + bias[0].astype(z.dtype) if bias else z
+    return z if bias is None else z + bias.astype(z.dtype)
 
 
 def _by_h(dz, weight, dtype, spec):
@@ -102,7 +103,7 @@ class _Head:
 
     def __init__(self, h, weight, bias, spec, split):
         self.spec, self.split = spec, split
-        self.weight_dtype, self.bias_dtype = weight.dtype, bias[0].dtype if bias else None
+        self.weight_dtype, self.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         # The type that a product for the weight's gradient is rounded to.
         wide = accumulating(h.dtype)
         self.rounded = weight.dtype if weight.dtype in (h.dtype, wide) else wide
@@ -110,16 +111,16 @@ class _Head:
         self.width = plan.padded(self.vocabulary, h.dtype) if isinstance(self.vocabulary, int) else self.vocabulary
         if split.classes:  # labels find their device by the true width
             self.width = self.vocabulary
-        self.weight, self.bias = weight.astype(h.dtype), list(bias)
-        self.mask = ()
+        self.weight, self.bias = weight.astype(h.dtype), bias
+        self.mask = None
         if self.width != self.vocabulary:
             more = (0, self.width - self.vocabulary)
             self.weight = jnp.pad(self.weight, (more, (0, 0)) if spec.transposed else ((0, 0), more))
-            self.bias = [jnp.pad(b, (more,)) for b in bias]
+            self.bias = None if bias is None else jnp.pad(bias, (more,))
             self.valid = jnp.arange(self.width)[None] < self.vocabulary
             # The mean over classes of label smoothing needs the mask. Without it the padding is -inf, and the kernels that
             # read logits once take them.
-            self.mask = (self.valid,) if spec.loss.smoothing else ()
+            self.mask = self.valid if spec.loss.smoothing else None
 
     def labels(self, labels):
         """Labels that name a column of the padding name none."""
@@ -135,7 +136,7 @@ class _Head:
 
     def filled(self, logits):
         """The logits with -inf in the padding; XLA writes that in place."""
-        if self.width == self.vocabulary or self.mask:
+        if self.width == self.vocabulary or self.mask is not None:
             return logits
         padding = jnp.full((logits.shape[0], self.width - self.vocabulary), -jnp.inf, logits.dtype)
         return _put(logits, padding, self.vocabulary, 1)
@@ -144,22 +145,22 @@ class _Head:
         """(weight, bias) of some columns."""
         axis = 0 if self.spec.transposed else 1
         take = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
-        return take(self.weight, axis=axis), [take(b) for b in self.bias]
+        return take(self.weight, axis=axis), None if self.bias is None else take(self.bias)
 
     def loss(self, logits, labels):
         """(loss, largest, total, ...) per row."""
         params = {"axis": 1, "algorithm": "auto", "options": self.spec.loss}
         if self.split.classes:
-            return split_classes._loss(cross_entropy_p, self.split.classes, logits, labels, **params)
-        return bind(cross_entropy_p, self.filled(logits), labels, *self.mask, **params)
+            return split_classes.loss(cross_entropy_p, self.split.classes, logits, labels, **params)
+        return bind(cross_entropy_p, self.filled(logits), labels, self.mask, **params)
 
     def both(self, logits, labels, c):
         """(loss, largest, total, gradient by the logits)."""
         params = {"axis": 1, "algorithm": "auto", "options": self.spec.loss}
         if self.split.classes:
-            found = split_classes._both(cross_entropy_p, self.split.classes, logits, labels, c, **params)
+            found = split_classes.both(cross_entropy_p, self.split.classes, logits, labels, c, **params)
         else:
-            found = bind(cross_entropy_both_p, self.filled(logits), labels, c, *self.mask, **params)
+            found = bind(cross_entropy_both_p, self.filled(logits), labels, c, self.mask, **params)
         return *found[:3], found[-1]
 
     def slopes(self, logits, labels, largest, total, first=0, weights=None):
@@ -169,7 +170,7 @@ class _Head:
             first, count = first + lax.axis_index(self.split.classes) * count, lax.psum(1, self.split.classes) * count
         per_row = (a[:, None] for a in (largest, total))
         weights = None if weights is None else weights[:, None]
-        slope, live = classes.slopes(logits, labels, *per_row, count, (), 1, self.spec.loss, first, count, weights)
+        slope, live = classes.slopes(logits, labels, *per_row, count, None, 1, self.spec.loss, first, count, weights)
         return jnp.where(live, slope, 0)
 
     def sum_classes(self, x):
@@ -249,7 +250,7 @@ def _put(whole, part, start, axis=0):
 # ---- the loss
 
 
-def loss(h, weight, labels, *bias, spec, split=WHOLE):
+def loss(h, weight, labels, bias=None, *, spec, split=WHOLE):
     """The loss per row."""
     head = _Head(h, weight, bias, spec, split)
     r = _chunks(h, weight, spec, (False,) * 3).rows
@@ -264,13 +265,11 @@ def loss(h, weight, labels, *bias, spec, split=WHOLE):
     return _in_chunks(body, value, flat.shape[0], r).reshape(labels.shape)
 
 
-def tangent(h, weight, labels, *rest, spec, wanted, biased, split=WHOLE):
-    """The derivative of the loss per row; rest: the bias if `biased`, then the tangents of the wanted operands."""
-    bias, along = rest[:biased], list(rest[biased:])
+def tangent(h, weight, labels, bias=None, th=None, tw=None, tb=None, *, spec, split=WHOLE):
+    """The derivative of the loss per row, along tangents of h, weight and bias."""
     head = _Head(h, weight, bias, spec, split)
-    th, tw, tb = (along.pop(0) if w else None for w in wanted)
     if tw is not None or tb is not None:
-        towards = _Head(h, jnp.zeros_like(weight) if tw is None else tw, () if tb is None else (tb,), spec, split)
+        towards = _Head(h, jnp.zeros_like(weight) if tw is None else tw, tb, spec, split)
     r = max(1, _chunks(h, weight, spec, (False,) * 3).rows // 2) if isinstance(h.size, int) else h.shape[0]
     flat, at = _rows_of(h), head.labels(labels).reshape(-1)
     th = None if th is None else th.reshape(flat.shape)
@@ -281,11 +280,11 @@ def tangent(h, weight, labels, *rest, spec, wanted, biased, split=WHOLE):
         z = linear(rows, head.weight, head.bias, spec)
         logits = _capped(z, spec)
         _, largest, total, *_ = head.loss(logits, of_rows)
-        tz = 0 if th is None else linear(take(th), head.weight, (), spec).astype(total.dtype)
+        tz = 0 if th is None else linear(take(th), head.weight, None, spec).astype(total.dtype)
         if tw is not None:
             tz = tz + linear(rows, towards.weight, towards.bias, spec).astype(total.dtype)
         elif tb is not None:
-            tz = tz + towards.bias[0].astype(total.dtype)
+            tz = tz + towards.bias.astype(total.dtype)
         slope = _uncapped(head.slopes(logits, of_rows, largest, total), z, spec)
         if head.width != head.vocabulary:
             slope = jnp.where(head.valid, slope, 0)
@@ -298,7 +297,7 @@ def tangent(h, weight, labels, *rest, spec, wanted, biased, split=WHOLE):
 # ---- loss and gradients
 
 
-def both(h, weight, labels, c, *bias, spec, wanted, split=WHOLE):
+def both(h, weight, labels, c, bias=None, *, spec, wanted, split=WHOLE):
     """The loss per row, and the gradients of sum(c * loss) by the arrays in `wanted`, of h, weight and bias."""
     chunks = _chunks(h, weight, spec, wanted)
     run = _by_columns if chunks.algorithm == "vocabulary" else _by_rows
@@ -398,22 +397,16 @@ def _by_columns(head, h, labels, c, wanted, chunks):
 # ---- the composition, for derivatives of higher order
 
 
-def plain(h, weight, labels, *bias, spec):
+def plain(h, weight, labels, bias=None, *, spec):
     """The loss per row from all logits at once; differentiable to any order."""
     z = linear(h, weight.astype(h.dtype), bias, spec)
     params = {"axis": z.ndim - 1, "algorithm": "auto", "options": spec.loss}
     return bind(cross_entropy_p, _capped(z, spec), labels, **params)[0]
 
 
-def plain_gradient(h, weight, labels, c, *bias, spec, wanted):
+def plain_gradient(h, weight, labels, c, bias=None, *, spec, wanted):
     """The gradients of sum(c * plain)."""
-    operands = [h, weight, *bias]
-    at = [k for k, w in enumerate(wanted) if w]
-
-    def f(*xs):
-        given = list(operands)
-        for k, x in zip(at, xs):
-            given[k] = x
-        return plain(given[0], given[1], labels, *given[2:], spec=spec)
-
+    operands = (h, weight, labels, bias)
+    at = [k for k, w in zip((0, 1, 3), wanted) if w]
+    f = of_some(functools.partial(plain, spec=spec), operands, at)
     return list(jax.vjp(f, *(operands[k] for k in at))[1](c))

@@ -37,7 +37,7 @@ def _forward(operands, active, params):
 
 def _backward(active, params, operands, g):
     params = dict(params)
-    function, indexed, extras = params["function"], params["indexed"], params["extras"]
+    function, indexed = params["function"], params["indexed"]
     x, *parts = operands
     cotangents = [None] * len(operands)
     by_args = [k for k in active if k > 0]
@@ -48,7 +48,7 @@ def _backward(active, params, operands, g):
     else:
         cotangents[0] = bind(softmax_score_grad_p, x, g, *parts, **params)
     if by_args:
-        arguments, mask = reference.operands(x, parts, function, indexed, extras)
+        arguments, mask = reference.operands(x, parts, indexed)
         arguments[0] = x  # the function below masks it
         wrt = tuple(k + len(indexed) for k in by_args)
         pullback = reference.argument_gradient(function, wrt, ds.dtype, mask is not None)

@@ -1,6 +1,6 @@
 """The cross-entropy of scores, and its derivatives.
 
-    softmax_score_loss_p    (x, labels, *args[, mask])    -> loss, largest, log_total[, count]
+    softmax_score_loss_p    (x, labels, *args, mask)    -> loss, largest, log_total[, count]
 
 The operands are the operands of softmax_score_p (primitive.py) with labels after x: int32, of the shape of x with size 1 along
 the axis, IGNORED or BAD where there is no class. All results have size 1 along the axis and the computing type. `largest` and
@@ -28,17 +28,18 @@ from jaxkern._core import define, functor, partition, switch, validate
 from jaxkern._core.autodiff import defvjp
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import computed
+from jaxkern._core.signature import primitive
 from jaxkern._ops.function.primitive import apply
 from jaxkern._ops.score import reference
 from jaxkern._ops.score.derivatives import MOST
-from jaxkern._ops.score.primitive import batch, keeping_axis, softmax_score_sums_p
+from jaxkern._ops.score.primitive import ARGS, MASK, ROW, X, of_scores, softmax_score_sums_p
 
 BAD, IGNORED = -1, -2
 
 
 def _loss(x, labels, *parts, options, **params):
     """The results in terms of other primitives."""
-    largest, log_total = bind(softmax_score_sums_p, x, *parts, log=True, unscored=False, **params)
+    largest, log_total = bind(softmax_score_sums_p, x, *parts, None, log=True, unscored=False, **params)
     loss = log_total + (1 - options.smoothing) * (largest - _of_label(x, labels, parts, **params))
     counts = []
     if options.smoothing:
@@ -51,23 +52,23 @@ def _loss(x, labels, *parts, options, **params):
     return [jnp.where(labels == BAD, jnp.nan, loss), largest, log_total, *counts]
 
 
-def _of_label(x, labels, parts, *, axis, algorithm, function, indexed, extras):
+def _of_label(x, labels, parts, *, axis, algorithm, function, indexed):
     """The score of each row's label; -inf where it is masked."""
     del algorithm
     if isinstance(x.shape[axis], int) and x.shape[axis] == 0:
         return jnp.full(labels.shape, -jnp.inf, computed(x).dtype)
     label = jnp.maximum(labels, 0)
     take = lambda a: a if a.shape[axis] == 1 else jnp.take_along_axis(a, label, axis, mode="clip")
-    (_, *arguments), mask = reference.operands(x, parts, function, indexed, extras)
+    (_, *arguments), mask = reference.operands(x, (*parts, None), indexed)
     arguments = [label if k < len(indexed) and indexed[k] == axis else take(a) for k, a in enumerate(arguments)]
     (s,) = function.unrounded(take(x), *arguments)
     s = computed(jnp.broadcast_to(s, labels.shape))
     return s if mask is None else jnp.where(take(mask), s, -jnp.inf)
 
 
-def _participants(x, largest, parts, *, axis, algorithm, function, indexed, extras):
+def _participants(x, largest, parts, *, axis, algorithm, function, indexed):
     """Sums over rows of the scores less the largest one, and how many elements take part: one kernel."""
-    arguments, mask = reference.operands(x, parts, function, indexed, extras)
+    arguments, mask = reference.operands(x, (*parts, None), indexed)
 
     def f(*xs):
         *arguments, largest = xs
@@ -136,7 +137,7 @@ def _backward(active, params, kept, cts):
     if options.z_loss:
         lse = largest + jnp.where(log_total == -jnp.inf, 0, log_total)
         a = a + g * (2 * options.z_loss * lse)
-    arguments, mask = reference.operands(x, parts, function, indexed, params["extras"])
+    arguments, mask = reference.operands(x, (*parts, None), indexed)
     # Positions of the operands among the arguments of `function`.
     at = {k: 0 if k == 0 else k - 1 + len(indexed) for k in active}
     column = 1 + indexed.index(axis) if axis in indexed else None
@@ -155,17 +156,13 @@ def _backward(active, params, kept, cts):
 _differentiable.defvjp(_forward, _backward)
 
 
-def _shapes(x, labels, *parts, options, **params):
-    name = "jaxkern_softmax_score_loss"
-    softmax_score_sums_p.abstract_eval(x, *parts, log=True, unscored=False, **params)
-    row = keeping_axis(x, params["axis"])
-    if labels.shape != row.shape or labels.dtype != jnp.int32:
-        raise ValueError(f"{name}: the labels {labels.str_short()} do not fit {x.str_short()}")
-    return [row] * (3 + bool(options.smoothing))
-
-
-softmax_score_loss_p = define.primitive(
-    "jaxkern_softmax_score_loss", _shapes, functools.partial(batch, 2), _loss, several=True
+softmax_score_loss_p = primitive(
+    "jaxkern_softmax_score_loss",
+    of_scores(
+        {"x": X, "labels": "int32 *lead one *trail"} | ARGS | MASK,
+        lambda operands, params: [ROW] * (3 + bool(params["options"].smoothing)),
+    ),
+    _loss,
 )
 
 
@@ -173,7 +170,7 @@ def _lower(ctx, *operands, **params):
     """Lowers _loss, outside of explicit meshes: XLA finds where the score of a label is."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         avals = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-    f = partition.outside_meshes(functools.partial(_loss, **params))
+    f = partition.outside_meshes(functools.partial(define.references[softmax_score_loss_p], **params))
     return mlir.lower_fun(f, multiple_results=True)(ctx.replace(avals_in=avals), *operands)
 
 

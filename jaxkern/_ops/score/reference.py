@@ -16,11 +16,9 @@ from jaxkern._core.rows import (
 )
 
 
-def operands(x, parts, function, indexed, extras):
+def operands(x, parts, indexed):
     """(arguments of `function` as arrays of the rank of x, mask or None). x is 0 where it is masked."""
-    names = extras.split()
-    args, rest = parts[: len(parts) - len(names)], dict(zip(names, parts[len(parts) - len(names) :]))
-    mask, origin = rest.get("mask"), rest.get("origin")
+    *args, mask, origin = parts
     indices = []
     for k, d in enumerate(indexed):
         index = jax.lax.broadcasted_iota(jnp.int32, (*(1,) * d, x.shape[d], *(1,) * (x.ndim - d - 1)), d)
@@ -28,9 +26,9 @@ def operands(x, parts, function, indexed, extras):
     return [x if mask is None else jnp.where(mask, x, 0), *indices, *args], mask
 
 
-def _scores(x, parts, function, indexed, extras):
+def _scores(x, parts, function, indexed):
     """(arguments, scores, which elements take part); the scores of the others are -inf."""
-    arguments, mask = operands(x, parts, function, indexed, extras)
+    arguments, mask = operands(x, parts, indexed)
     s = _unrounded(function, arguments, x.shape)
     kept = s != -jnp.inf if mask is None else mask & (s != -jnp.inf)
     return arguments, jnp.where(kept, s, -jnp.inf), kept
@@ -45,8 +43,8 @@ def _nonzero(total):
     return jnp.where(total == 0, 1, total)
 
 
-def score(x, *parts, axis, algorithm, log, function, indexed, extras, unscored, over=()):
-    _, s, kept = _scores(x, parts, function, indexed, extras)
+def score(x, *parts, axis, algorithm, log, function, indexed, unscored, over=()):
+    _, s, kept = _scores(x, parts, function, indexed)
     largest, (total,) = partition.row_exponentials(s, axis, over)
     if log:
         y = jnp.where((total == 0) | ~kept, -jnp.inf, s - largest - jnp.log(_nonzero(total)))
@@ -54,11 +52,11 @@ def score(x, *parts, axis, algorithm, log, function, indexed, extras, unscored, 
     return jnp.where(kept, jnp.exp(s - largest) / _nonzero(total), 0).astype(x.dtype)
 
 
-def score_on_cpu(x, *parts, axis, algorithm, log, function, indexed, extras, unscored):
+def score_on_cpu(x, *parts, axis, algorithm, log, function, indexed, unscored):
     # Rows with NaN or +inf are NaN even where an element takes no part, and so are rows without scores: see `unless_nan`.
     # 1.2 to 5.6 times as fast as `score`.
-    params = dict(function=function, indexed=indexed, extras=extras)
-    arguments, mask = operands(x, parts, **params)
+    params = dict(function=function, indexed=indexed)
+    arguments, mask = operands(x, parts, indexed)
     s = _unrounded(function, arguments, x.shape)
     s = s if mask is None else jnp.where(mask, s, -jnp.inf)
     y = lowest_for_infinity((jax.nn.log_softmax if log else jax.nn.softmax)(s, axis), x.dtype)
@@ -67,9 +65,9 @@ def score_on_cpu(x, *parts, axis, algorithm, log, function, indexed, extras, uns
     )
 
 
-def score_sums(x, *parts, axis, algorithm, log, function, indexed, extras, unscored, over=()):
+def score_sums(x, *parts, axis, algorithm, log, function, indexed, unscored, over=()):
     """[largest score, logarithm of the sum of exp(score - largest)] of each row, with a dimension for the axis."""
-    _, s, _ = _scores(x, parts, function, indexed, extras)
+    _, s, _ = _scores(x, parts, function, indexed)
     largest, (total,) = partition.row_exponentials(s, axis, over)
     return [largest, jnp.log(total)]
 
@@ -83,9 +81,9 @@ def _slopes(g, s, kept, axis, log, over=()):
     return jnp.where(kept, ds, 0)
 
 
-def score_grads(x, g, *parts, axis, algorithm, log, function, indexed, extras, unscored, over=()):
+def score_grads(x, g, *parts, axis, algorithm, log, function, indexed, unscored, over=()):
     """[dx, ds]"""
-    arguments, s, kept = _scores(x, parts, function, indexed, extras)
+    arguments, s, kept = _scores(x, parts, function, indexed)
     ds = _slopes(g, s, kept, axis, log, over)
     return [_chain(function, arguments, ds, kept).astype(x.dtype), ds.astype(x.dtype)]
 
@@ -104,8 +102,8 @@ def score_jvps(x, tx, ts, *parts, unscored, **params):
     return _score_jvp(x, tx, ts, parts, **params)
 
 
-def _score_jvp(x, tx, ts, parts, *, axis, algorithm, log, function, indexed, extras):
-    arguments, s, kept = _scores(x, parts, function, indexed, extras)
+def _score_jvp(x, tx, ts, parts, *, axis, algorithm, log, function, indexed):
+    arguments, s, kept = _scores(x, parts, function, indexed)
     terms = [] if tx is None else [_chain(function, arguments, computed(tx, kept), kept)]
     terms += [] if ts is None else [computed(ts, kept)]
     t = sum(terms[1:], start=terms[0])

@@ -106,9 +106,8 @@ def _primitive(name, arrays, in_jnp, launches):
     return primitive(
         name,
         Signature(
-            dict.fromkeys(arrays, SOURCE) | {"index": INDEX},
+            dict.fromkeys(arrays, SOURCE) | {"index": INDEX} | ORDER,
             SOURCE,
-            ORDER,
             **AT_INDICES,
             exact={"count"},
             whole={"positions"},
