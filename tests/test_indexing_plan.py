@@ -218,7 +218,7 @@ def test_structs_are_laid_out_as_in_cpp():
         "BinParts": ("IndexRun", "BinShape"),
         "BinWindows": ("IndexRun",),
         "BinSorted": ("IndexRun", "BinShape"),
-        "BinStretches": ("IndexRun", "BinShape"),
+        "BinSpans": ("IndexRun", "BinShape"),
     }
     seen = set()
     for algorithm, p in every_problem():

@@ -93,7 +93,7 @@ CASES = [  # shape, segments: what the ways through the kernels differ in
     ((3000, 8), 100),
     ((900, 5, 7), 40),  # a warp per chunk, of vectors and of elements
     ((700, 64), 30),
-    ((400, 33), 1000),  # strips; slabs of a tile, for short segments
+    ((400, 33), 1000),  # strips; column tiles of a tile, for short segments
     ((300, 257), 1),  # one long segment
     ((20000, 9), 3),  # long segments over many chunks
 ]
@@ -439,7 +439,7 @@ def test_algorithms():
 @pytest.mark.gpu
 @every_dtype
 def test_every_plan(dtype):
-    """At sizes around tiles, chunks, stretches and vectors, the plans agree to the bit, and so do two runs."""
+    """At sizes around tiles, chunks, spans and vectors, the plans agree to the bit, and so do two runs."""
     for count, width, rows in (
         (1, 1, 1),
         (7937, 1, 3),

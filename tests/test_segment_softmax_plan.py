@@ -121,16 +121,16 @@ def test_structs_are_as_large_as_in_the_kernels():
 
 
 def test_every_place_is_in_one_tile():
-    """Every place is in one tile, and every column in one slab or strip."""
+    """Every place is in one tile, and every column in one column tile or strip."""
     for problem, dtype, ordered, backward in EVERY:
         rows, p = problem[-1], as_problem(*problem, dtype)
         found, _, _ = planned(problem, dtype, ordered, backward)
         for steps in (found.launches, found.unaligned or found.launches):
             run, shape = steps[0].args[:2]
-            positions, dropped, places, reach, tiles = (m.value for m in run.members[9:14])
+            positions, dropped, places, lookahead, tiles = (m.value for m in run.members[9:14])
             assert positions == p.batch * p.count and dropped == p.batch * rows
             assert (tiles - 1) * places < positions <= tiles * places
-            assert (found.scratch > 0) == (positions > places + reach)
+            assert (found.scratch > 0) == (positions > places + lookahead)
             stat = max(p.itemsize, 4) * (1 if backward else 2)
             assert found.scratch in (0, p.outer * tiles * 2 * p.inner * stat)
             if found.algorithm == "walk":
@@ -141,16 +141,16 @@ def test_every_place_is_in_one_tile():
                 assert (strips - 1) * width < p.inner <= strips * width and 1 << log_lanes <= 32
                 assert vector == 1 or (steps is found.launches and p.inner * p.itemsize % 16 == 0)
             else:
-                columns, slabs, stretches, held = (m.value for m in shape.members[:4])
-                assert (slabs - 1) * columns < p.inner <= slabs * columns and columns <= plan.TILE_COLUMNS
-                assert stretches * columns <= plan.TILE_THREADS and steps[0].grid == p.outer * tiles * slabs
-                room = stretches * (15 if p.itemsize == 8 else 31)
-                assert places + reach == room and held >= room * columns + 16 // p.itemsize
+                columns, column_tiles, spans, held = (m.value for m in shape.members[:4])
+                assert (column_tiles - 1) * columns < p.inner <= column_tiles * columns and columns <= plan.TILE_COLUMNS
+                assert spans * columns <= plan.TILE_THREADS and steps[0].grid == p.outer * tiles * column_tiles
+                room = spans * (15 if p.itemsize == 8 else 31)
+                assert places + lookahead == room and held >= room * columns + 16 // p.itemsize
                 assert steps[0].shared >= 4 * (room + 2)  # keys
                 if "kVectors" in steps[0].name:
                     assert steps is found.launches and (columns | p.inner) * p.itemsize % 16 == 0
                 if "kContiguous" in steps[0].name:
-                    assert slabs == 1 and not ordered and (p.batch == 1 or p.outer == 1)
+                    assert column_tiles == 1 and not ordered and (p.batch == 1 or p.outer == 1)
                 if len(steps) == 3:
                     assert -(-steps[2].args[2].value // steps[2].grid) <= plan.TILE_THREADS
 

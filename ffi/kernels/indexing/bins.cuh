@@ -7,11 +7,11 @@
 //                        summed across the warp
 //     up to WIDE_BINS    BinSlices: one set of bins per block, to which its warps add in turn
 //     more               BinSorted: a radix sort (sort.cuh) has grouped updates by the leading bits of their keys into
-//                        stretches; a block takes one stretch after the other
+//                        spans; a block takes one span after the other
 //
 // The kernels read run.index and run.source (BinSorted: run.pairs) and write run.out, or partial sums to run.partials.
-// Each block takes a chunk of the updates. BinParts (BinStretches) adds up the partial sums of the chunks of a slice
-// (of a stretch) in a fixed order. Each index and element is read once, except by BinWindows, whose blocks read all
+// Each block takes a chunk of the updates. BinParts (BinSpans) adds up the partial sums of the chunks of a slice
+// (of a span) in a fixed order. Each index and element is read once, except by BinWindows, whose blocks read all
 // indices from L2. An untouched bin of a float sum is -0, the identity of addition, so index_add can skip its row.
 //
 // Template parameters of this file: kOp, the reduction; T, the element type; C, the computing type; kFew, bins per
@@ -252,7 +252,7 @@ struct BinShape {
   int64_t slices;          // batch * outer
   int bins;                // per slice
   int copies;              // sets of bins of a block: one per warp, or 1
-  uint32_t stretches;      // mask of the leading key bits that the sort has ordered
+  uint32_t spans;          // mask of the leading key bits that the sort has ordered
   int64_t fill_after;
   FillShape fill;
 };
@@ -458,27 +458,27 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(1024)
   EmitBin<kOp, T>(run, slice % run.outer, static_cast<uint32_t>(slice / run.outer * run.rows + bin), total);
 }
 
-__device__ __forceinline__ uint32_t StretchAt(const IndexRun& run, const BinShape& s, uint32_t place) {
-  return __ldg(&run.pairs[place].x) >> kBinBits & s.stretches;
+__device__ __forceinline__ uint32_t SpanAt(const IndexRun& run, const BinShape& s, uint32_t place) {
+  return __ldg(&run.pairs[place].x) >> kBinBits & s.spans;
 }
 
-// More rows: one block per chunk of the updates, which are sorted by stretch. Blocks from fill_after on fill untouched
+// More rows: one block per chunk of the updates, which are sorted by span. Blocks from fill_after on fill untouched
 // rows.
 template <Reduction kOp, class T> __global__ void __launch_bounds__(kBinThreads, 3)
     BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
   if (blockIdx.x >= s.fill_after) {
     __shared__ uint32_t bits[kFillRows / 32];
-    static_assert(kBins % kFillRows == 0, "a tile is in one stretch, whose rows are all written or none");
+    static_assert(kBins % kFillRows == 0, "a tile is in one span, whose rows are all written or none");
     FillTile<kOp, T, 1>(run, s.fill, 1, blockIdx.x - s.fill_after, bits, [&](uint32_t first, int, uint32_t* marks) {
       uint32_t low = 0, high = run.positions;
-      const uint32_t stretch = first >> kBinBits;
+      const uint32_t span = first >> kBinBits;
       while (low < high) {
         const uint32_t middle = low + (high - low) / 2;
-        if (StretchAt(run, s, middle) < stretch) low = middle + 1;
+        if (SpanAt(run, s, middle) < span) low = middle + 1;
         else high = middle;
       }
-      const bool touched = low < run.positions && StretchAt(run, s, low) == stretch;
+      const bool touched = low < run.positions && SpanAt(run, s, low) == span;
       for (int i = threadIdx.x; touched && i < kFillRows / 32; i += kBinThreads) marks[i] = ~0u;
     });
     return;
@@ -489,14 +489,14 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kBinThreads,
   const uint32_t chunk = blockIdx.x, chunk_begin = chunk * s.chunk;
   const uint32_t chunk_end = min(chunk_begin + s.chunk, run.positions);
   for (uint32_t begin = chunk_begin; begin < chunk_end;) {
-    const uint32_t stretch = StretchAt(run, s, begin);
-    // Find the end of the stretch, 256 probes at a time.
+    const uint32_t span = SpanAt(run, s, begin);
+    // Find the end of the span, 256 probes at a time.
     uint32_t end = chunk_end;
-    if (StretchAt(run, s, chunk_end - 1) != stretch) {
+    if (SpanAt(run, s, chunk_end - 1) != span) {
       uint32_t low = begin, high = chunk_end - 1;
       while (high - low > 1) {
         const uint32_t step = (high - low + kBinThreads) / (kBinThreads + 1), probe = low + (threadIdx.x + 1) * step;
-        const int inside = __syncthreads_count(probe < high && StretchAt(run, s, probe) == stretch);
+        const int inside = __syncthreads_count(probe < high && SpanAt(run, s, probe) == span);
         low += inside * step;
         high = min(low + step, high);
       }
@@ -511,8 +511,8 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kBinThreads,
           *bin = update.x < run.dropped ? static_cast<int>(update.x % kBins) : -1;
           *v = ToCompute(*reinterpret_cast<const T*>(&update.y));
         });
-    const bool head = begin == chunk_begin && begin > 0 && StretchAt(run, s, begin - 1) == stretch;
-    const bool tail = end == chunk_end && end < run.positions && StretchAt(run, s, end) == stretch;
+    const bool head = begin == chunk_begin && begin > 0 && SpanAt(run, s, begin - 1) == span;
+    const bool tail = end == chunk_end && end < run.positions && SpanAt(run, s, end) == span;
     bins.ForEach([&](int bin, int step, const auto& totals) {
       if (head || tail) {
         C* const parts = static_cast<C*>(run.partials) + (2 * static_cast<int64_t>(chunk) + !head) * kBins;
@@ -521,40 +521,40 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kBinThreads,
           bin += step;
         }
       } else {
-        EmitBins<kOp, T>(run, 0, static_cast<uint32_t>(stretch * kBins + bin), step, run.dropped, totals);
+        EmitBins<kOp, T>(run, 0, static_cast<uint32_t>(span * kBins + bin), step, run.dropped, totals);
       }
     });
     begin = end;
   }
 }
 
-// Adds up the partial sums of a stretch that spans chunks: one block per chunk, for the stretch that begins in it.
-constexpr int kStretchThreads = 512;
-template <Reduction kOp, class T> __global__ void __launch_bounds__(kStretchThreads)
-    BinStretches(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
+// Adds up the partial sums of a span that crosses chunks: one block per chunk, for the span that begins in it.
+constexpr int kSpanThreads = 512;
+template <Reduction kOp, class T> __global__ void __launch_bounds__(kSpanThreads)
+    BinSpans(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
   const uint32_t chunk = blockIdx.x, begin = chunk * s.chunk, end = begin + s.chunk;
   if (end >= run.positions) return;
-  const uint32_t stretch = StretchAt(run, s, end - 1);
-  if (StretchAt(run, s, end) != stretch) return;
-  if (begin > 0 && StretchAt(run, s, begin - 1) == stretch) return;  // begins in an earlier chunk
+  const uint32_t span = SpanAt(run, s, end - 1);
+  if (SpanAt(run, s, end) != span) return;
+  if (begin > 0 && SpanAt(run, s, begin - 1) == span) return;  // begins in an earlier chunk
   uint32_t last = chunk + 1, step = 1;
-  while (last + step < s.chunks && StretchAt(run, s, (last + step) * s.chunk) == stretch) last += step, step *= 2;
+  while (last + step < s.chunks && SpanAt(run, s, (last + step) * s.chunk) == span) last += step, step *= 2;
   for (; step; step /= 2) {
-    if (last + step < s.chunks && StretchAt(run, s, (last + step) * s.chunk) == stretch) last += step;
+    if (last + step < s.chunks && SpanAt(run, s, (last + step) * s.chunk) == span) last += step;
   }
-  constexpr int kEach = kBins / kStretchThreads;
+  constexpr int kEach = kBins / kSpanThreads;
   const C* parts = static_cast<const C*>(run.partials) + (2 * int64_t{chunk} + 1) * kBins + threadIdx.x;
   C total[kEach];
 #pragma unroll
-  for (int u = 0; u < kEach; ++u) total[u] = parts[u * kStretchThreads];
+  for (int u = 0; u < kEach; ++u) total[u] = parts[u * kSpanThreads];
   parts += kBins;
 #pragma unroll 4
   for (uint32_t c = chunk + 1; c <= last; ++c, parts += 2 * kBins) {
 #pragma unroll
-    for (int u = 0; u < kEach; ++u) total[u] = Combined<kOp>(total[u], parts[u * kStretchThreads]);
+    for (int u = 0; u < kEach; ++u) total[u] = Combined<kOp>(total[u], parts[u * kSpanThreads]);
   }
-  EmitBins<kOp, T>(run, 0, static_cast<uint32_t>(stretch * kBins + threadIdx.x), kStretchThreads, run.dropped, total);
+  EmitBins<kOp, T>(run, 0, static_cast<uint32_t>(span * kBins + threadIdx.x), kSpanThreads, run.dropped, total);
 }
 
 }  // namespace jaxkern

@@ -10,7 +10,7 @@
 // rows are not whole vectors, each thread handles kParts elements (or words) of a row at a fixed stride instead: the
 // work per place stays comparable and loads stay coalesced. A run is
 //
-//     short    if it ends at most ChunkReach places after the chunk that it begins in: that chunk reduces all of it,
+//     short    if it ends at most ChunkLookahead places after the chunk that it begins in: that chunk reduces all of it,
 //              and the next chunk begins after it
 //     long     otherwise: each chunk writes the partial sum of its part to a slot, which ReduceFixup (reduce.cuh) adds
 //              up
@@ -33,9 +33,9 @@ constexpr int kReduceThreads = 128;
 constexpr int ReduceBlocks(bool whole_vectors, int element_bytes, int rows) {
   return !whole_vectors ? 4 : element_bytes > 2 ? 8 : rows == 4 ? 7 : 5;
 }
-// How many places after its chunk a run may end for the chunk to reduce it alone. A longer reach would make the work
+// How many places after its chunk a run may end for the chunk to reduce it alone. A longer lookahead would make the work
 // of chunks too unequal.
-constexpr uint32_t ChunkReach(uint32_t chunk) { return chunk / 4; }
+constexpr uint32_t ChunkLookahead(uint32_t chunk) { return chunk / 4; }
 
 constexpr int kDescribeThreads = 128, kKeysWritten = 16;  // kKeysWritten: keys that a thread writes
 
@@ -61,24 +61,24 @@ template <bool kKeyed> __global__ void __launch_bounds__(kDescribeThreads, 8)
   constexpr Keys kKeys = kKeyed ? Keys::kListed : Keys::kPlain;
   const uint32_t thread = blockIdx.x * kDescribeThreads + threadIdx.x;
   if (thread >= chunks) return;
-  const uint32_t begin = thread * chunk, end = min(begin + chunk, run.positions), reach = ChunkReach(chunk);
+  const uint32_t begin = thread * chunk, end = min(begin + chunk, run.positions), lookahead = ChunkLookahead(chunk);
   const uint32_t head = KeyAt<kKeys>(run, begin), last = KeyAt<kKeys>(run, end - 1);
   const uint32_t before = KeyAt<kKeys>(run, begin - (begin > 0));
   const uint32_t next = KeyAt<kKeys>(run, min(begin + chunk, run.positions - 1));
-  const uint32_t behind_reach = KeyAt<kKeys>(run, min(begin + reach, run.positions - 1));
+  const uint32_t behind_lookahead = KeyAt<kKeys>(run, min(begin + lookahead, run.positions - 1));
   const uint32_t earlier = KeyAt<kKeys>(run, begin - min(begin, chunk + 1));
-  const bool cut = IsCut<kKeys>(run, chunk, thread, reach);
+  const bool cut = IsCut<kKeys>(run, chunk, thread, lookahead);
   const bool comes_in = begin > 0 && head < run.dropped && before == head;
   const bool goes_on = end < run.positions && last < run.dropped && next == last;
-  // The head run is long if it ends beyond the reach of the chunk before, or if it also began before that chunk.
-  const bool reaches = begin + reach < run.positions && behind_reach == head;
+  // The head run is long if it ends beyond the lookahead of the chunk before, or if it also began before that chunk.
+  const bool reaches = begin + lookahead < run.positions && behind_lookahead == head;
   const bool long_head = comes_in && (reaches || (begin > chunk && earlier == head));
   // search[0]: end of the run that comes in. search[1]: end of the run of the last place, searched among chunks if it
   // is cut, else among places.
   EndSearch search[2] = {{begin, begin, head, 1}, {end, end, last, 1}};
-  if (comes_in && !long_head) search[0].high = min(begin + reach, end);
+  if (comes_in && !long_head) search[0].high = min(begin + lookahead, end);
   if (cut) search[1] = {thread + 2, chunks, last, chunk};
-  else if (goes_on && !(long_head && head == last)) search[1].high = min(end + reach, run.positions);
+  else if (goes_on && !(long_head && head == last)) search[1].high = min(end + lookahead, run.positions);
   FindEnds<kKeys>(run, search);
   ChunkInfo info = {search[0].low, long_head, end, 0, last};
   if (cut) info.parts = search[1].low - thread;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, size
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x;
   if (blockIdx.x >= s.blocks) {
     const int64_t warp = thread / kWarp - s.blocks * (kReduceThreads / kWarp);
-    if (warp < s.bands.warps) FillGaps<kOp, T, N>(run, s.bands, warp);
+    if (warp < s.ranges.warps) FillGaps<kOp, T, N>(run, s.ranges, warp);
     return;
   }
   if (thread >= s.threads) return;

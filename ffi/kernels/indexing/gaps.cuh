@@ -1,11 +1,11 @@
-// Writes the rows that receive no update, for keys that are in order. The rows of each slice are cut into bands of a
+// Writes the rows that receive no update, for keys that are in order. The rows of each slice are cut into ranges of a
 // power of two of rows:
 //
-//     empty bands    one warp per band searches the keys and fills the band if it contains no key
-//     gaps           the untouched rows of other bands lie between two neighbouring keys. The threads that compare the
+//     empty ranges   one warp per range searches the keys and fills the range if it contains no key
+//     gaps           the untouched rows of other ranges lie between two neighbouring keys. The threads that compare the
 //                    two keys fill them: the reductions in shared memory, which hold the keys already, or else FillGaps
 //
-// So rows need no marks, the work per gap is at most two bands, and many warps share long empty stretches. These are
+// So rows need no marks, the work per gap is at most two ranges, and many warps share long empty ranges. These are
 // device functions for the kernels of reduce.cuh, chunks.cuh, narrow_rows.cuh and tiles.cuh. They read the keys and
 // write each untouched row of run.out once.
 #pragma once
@@ -16,27 +16,27 @@ namespace jaxkern {
 
 constexpr uint32_t kNoKey = UINT32_MAX;  // stands before the first and after the last place
 
-struct BandShape {
-  uint32_t rows;  // rows of a band; 0: nothing to fill
-  int64_t bands;  // total over all slices
-  uint32_t slice_bands;
-  int64_t slab, slabs;  // vectors of a row that a warp fills, and slabs of a row
-  int64_t stretches;    // stretches of `stretch` places that FillGaps searches for gaps
-  uint32_t stretch;
+struct RangeShape {
+  uint32_t rows;   // rows of a range; 0: nothing to fill
+  int64_t ranges;  // total over all slices
+  uint32_t slice_ranges;
+  int64_t column_tile, column_tiles;  // vectors of a row that a warp fills, and column tiles of a row
+  int64_t spans;                      // spans of `span` places that FillGaps searches for gaps
+  uint32_t span;
   int64_t gap_warps, warps;
-  Divider by_slabs, by_bands, by_slice, by_stretches;
+  Divider by_column_tiles, by_ranges, by_slice, by_spans;
 };
-static_assert(sizeof(BandShape) == 168);
+static_assert(sizeof(RangeShape) == 168);
 
 constexpr uint32_t kGapPlaces = 4 * kWarp;
 
-// Calls fill(first, end) for the rows between two neighbouring keys that are not in empty bands. The range may be
+// Calls fill(first, end) for the rows between two neighbouring keys that are not in empty ranges. The range may be
 // empty.
-template <class Fill> __device__ __forceinline__ void ForGap(const IndexRun& run, const BandShape& f, uint32_t before,
+template <class Fill> __device__ __forceinline__ void ForGap(const IndexRun& run, const RangeShape& f, uint32_t before,
                                                              uint32_t behind, Fill fill) {
   const bool has_before = before < run.dropped, has_behind = behind < run.dropped;
   const auto slice_of = [&](uint32_t key) { return run.batch > 1 ? run.by_rows.Div(key) * run.rows : 0; };
-  // [first, end): the rest of the band of `before`. [next, next_end): the start of the band of `behind`.
+  // [first, end): the rest of the range of `before`. [next, next_end): the start of the range of `behind`.
   uint32_t first = before + 1, end = first, next = behind, next_end = behind;
   if (has_before) {
     const uint32_t slice = slice_of(before);
@@ -73,7 +73,7 @@ __device__ __forceinline__ bool Apart(const IndexRun& run, uint32_t before, uint
 }
 
 // Calls ForGap for one pair of neighbours per lane; the lanes of the warp fill each gap together.
-template <class Fill> __device__ __forceinline__ void ForGaps(const IndexRun& run, const BandShape& f, uint32_t before,
+template <class Fill> __device__ __forceinline__ void ForGaps(const IndexRun& run, const RangeShape& f, uint32_t before,
                                                               uint32_t behind, Fill fill) {
   for (uint32_t left = __ballot_sync(~0u, Apart(run, before, behind)); left; left &= left - 1) {
     const int at = __ffs(left) - 1;
@@ -83,7 +83,7 @@ template <class Fill> __device__ __forceinline__ void ForGaps(const IndexRun& ru
 
 // Fills the gaps before the runs of a tile, which end at places `ends`, and, if the tile has the last place of all
 // (`last`), the gap after it. keys[-1] is the key before the tile. All threads of a block must call it.
-template <class Fill> __device__ __forceinline__ void ForGapsOfTile(const IndexRun& run, const BandShape& f,
+template <class Fill> __device__ __forceinline__ void ForGapsOfTile(const IndexRun& run, const RangeShape& f,
                                                                     const uint32_t* keys, const uint16_t* ends,
                                                                     int runs, bool last, Fill fill) {
   const int all = runs + last;
@@ -96,15 +96,15 @@ template <class Fill> __device__ __forceinline__ void ForGapsOfTile(const IndexR
 
 // Does the work of warp `number` of f.warps. Parameters as for FillRows.
 template <Reduction kOp, class T, int N>
-__device__ __forceinline__ void FillGaps(const IndexRun& run, const BandShape& f, int64_t number) {
+__device__ __forceinline__ void FillGaps(const IndexRun& run, const RangeShape& f, int64_t number) {
   const bool looks_for_gaps = number < f.gap_warps;
   if (!looks_for_gaps) number -= f.gap_warps;
-  const int64_t item = f.by_slabs.Div(number), begin = (number - item * f.slabs) * f.slab;
-  const int64_t width = min(f.slab, run.inner / N - begin);
+  const int64_t item = f.by_column_tiles.Div(number), begin = (number - item * f.column_tiles) * f.column_tile;
+  const int64_t width = min(f.column_tile, run.inner / N - begin);
   if (!looks_for_gaps) {
-    const int64_t o = f.by_bands.Div(item);
-    const uint32_t band = static_cast<uint32_t>(item - o * f.bands), b = f.by_slice.Div(band);
-    const uint32_t row = (band - b * f.slice_bands) * f.rows, first = b * run.rows + row;
+    const int64_t o = f.by_ranges.Div(item);
+    const uint32_t range = static_cast<uint32_t>(item - o * f.ranges), b = f.by_slice.Div(range);
+    const uint32_t row = (range - b * f.slice_ranges) * f.rows, first = b * run.rows + row;
     const uint32_t end = first + min(f.rows, run.rows - row);
     const bool one_slice = !run.sorted_keys && run.batch > 1;  // indices are in order only within a slice
     const uint32_t low = one_slice ? b * run.count : 0, high = one_slice ? low + run.count : run.positions;
@@ -112,10 +112,10 @@ __device__ __forceinline__ void FillGaps(const IndexRun& run, const BandShape& f
     if (place >= high || KeyAt(run, place) >= end) FillRows<kOp, T, N>(run, o, begin, width, first, end);
     return;
   }
-  const int64_t o = f.by_stretches.Div(item);
-  const uint32_t start = static_cast<uint32_t>(item - o * f.stretches) * f.stretch, lane = threadIdx.x % kWarp;
+  const int64_t o = f.by_spans.Div(item);
+  const uint32_t start = static_cast<uint32_t>(item - o * f.spans) * f.span, lane = threadIdx.x % kWarp;
   const auto key_at = [&](uint32_t place) { return place < run.positions ? __ldg(run.keys + place) : kNoKey; };
-  if (f.stretch == kGapPlaces) {  // fast path: mostly there is no gap between any of these places
+  if (f.span == kGapPlaces) {  // fast path: mostly there is no gap between any of these places
     constexpr uint32_t kEach = kGapPlaces / kWarp;
     uint32_t key[kEach + 1];
     bool apart = false;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void FillGaps(const IndexRun& run, const BandShape& f
     if (!__any_sync(~0u, apart)) return;
   }
 #pragma unroll 1
-  for (uint32_t place = start + lane; place < start + f.stretch; place += kWarp) {
+  for (uint32_t place = start + lane; place < start + f.span; place += kWarp) {
     ForGaps(run, f, key_at(place - 1), key_at(place),
             [&](uint32_t first, uint32_t end) { FillRows<kOp, T, N>(run, o, begin, width, first, end); });
   }

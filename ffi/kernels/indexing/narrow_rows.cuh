@@ -2,9 +2,9 @@
 // chunk of rows would touch one line per lane; instead, ReduceNarrow copies a tile of keys and rows to shared memory
 // and then
 //
-//     lists the runs     one thread per stretch of places finds where runs of equal keys end in it
-//     accumulates        one thread per stretch and column leaves the total of each run at the run's end
-//     carries over       a segmented scan adds the part of each stretch's first run that lies in earlier stretches
+//     lists the runs     one thread per span of places finds where runs of equal keys end in it
+//     accumulates        one thread per span and column leaves the total of each run at the run's end
+//     carries over       a segmented scan adds the part of each span's first run that lies in earlier spans
 //     writes             one thread per element of the listed rows, which are mostly adjacent in out
 //
 // The inner loop has one condition per element: whether a run ends there. It reads run.keys, run.order and source, and
@@ -18,8 +18,8 @@
 namespace jaxkern {
 
 constexpr int kNarrowThreads = 256;
-// Places of a thread's stretch: odd, so that the threads of a warp access different banks.
-constexpr int NarrowStretch(int element_bytes) { return element_bytes == 8 ? 9 : 17; }
+// Places of a thread's span: odd, so that the threads of a warp access different banks.
+constexpr int NarrowSpan(int element_bytes) { return element_bytes == 8 ? 9 : 17; }
 
 // Dynamic shared memory: values, one carry and one mask per thread, the keys from the place before the tile to the one
 // after it, the ends of runs.
@@ -33,13 +33,13 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
     ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
                  const __grid_constant__ NarrowTile room) {
   using C = Compute<T>;
-  constexpr int kQ = NarrowStretch(sizeof(T)), kN = kVector<T>;
+  constexpr int kQ = NarrowSpan(sizeof(T)), kN = kVector<T>;
   constexpr int kParts = (kNarrowThreads * kQ + 2 * kN - 2) / kN / kNarrowThreads + 1;  // vectors per thread
   extern __shared__ __align__(16) char shared_bytes[];
   const int width = static_cast<int>(run.inner), t = threadIdx.x;
   if (blockIdx.x >= s.blocks) {
     const int64_t warp = (blockIdx.x - s.blocks) * (kNarrowThreads / kWarp) + t / kWarp;
-    if (warp < s.bands.warps) FillGaps<kOp, T, 1>(run, s.bands, warp);
+    if (warp < s.ranges.warps) FillGaps<kOp, T, 1>(run, s.ranges, warp);
     return;
   }
   C* const image = reinterpret_cast<C*>(shared_bytes);
@@ -60,8 +60,8 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
 
   // Copy the rows. Without an order they are contiguous and are loaded as vectors, wherever they begin.
   const bool contiguous = !run.order && !run.source_extra;
-  const T* const stretch = source + static_cast<int64_t>(begin) * width;
-  const int ahead = contiguous ? static_cast<int>(reinterpret_cast<uintptr_t>(stretch) % 16 / sizeof(T)) : 0;
+  const T* const span = source + static_cast<int64_t>(begin) * width;
+  const int ahead = contiguous ? static_cast<int>(reinterpret_cast<uintptr_t>(span) % 16 / sizeof(T)) : 0;
   C* const values = image + ahead;
   const auto whole = [&](int v) { return v * kN >= ahead && v * kN + kN <= ahead + elements; };
   Pack<T, kN> part[kParts] = {};
@@ -69,7 +69,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
 #pragma unroll
     for (int u = 0; u < kParts; ++u) {
       const int v = t + u * kNarrowThreads;
-      if (whole(v)) part[u] = LoadVector<T, kN>(stretch - ahead + v * kN);
+      if (whole(v)) part[u] = LoadVector<T, kN>(span - ahead + v * kN);
     }
   } else {
     for (int base = t; base < elements; base += 8 * kNarrowThreads) {
@@ -124,7 +124,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
         }
       } else {
         for (int e = max(v * kN, ahead); e < min(v * kN + kN, ahead + elements); ++e) {
-          image[e] = ToCompute(stretch[e - ahead]);
+          image[e] = ToCompute(span[e - ahead]);
         }
       }
     }
@@ -132,9 +132,9 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
   __syncthreads();
 
   // Find the ends of runs. For now the last run of the tile ends with the tile.
-  const int stretches = s.chunk / kQ, lane = t % kWarp, warp = t / kWarp;
+  const int spans = s.chunk / kQ, lane = t % kWarp, warp = t / kWarp;
   uint32_t mask = 0;
-  if (t < stretches) {
+  if (t < spans) {
     uint32_t key = keys[t * kQ];
 #pragma unroll
     for (int i = 0; i < kQ; ++i) {
@@ -147,9 +147,9 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
   }
   const int runs = ListRunEnds<kNarrowThreads>(mask, t * kQ, ends, warp_runs);
 
-  // Accumulate the parts of runs within a stretch; the remainder at its end carries over to the next stretch.
+  // Accumulate the parts of runs within a span; the remainder at its end carries over to the next span.
   const int j = s.by_vectors.Div(static_cast<uint32_t>(t)), column = t - j * width;
-  const bool active = j < stretches;
+  const bool active = j < spans;
   C* const mine = values + j * kQ * width + column;
   mask = active ? masks[j] : 0;
   if (active) {
@@ -167,9 +167,9 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
     carry[t] = total;
   }
   __syncthreads();
-  // Segmented scan over the stretches of each column.
+  // Segmented scan over the spans of each column.
   {
-    const int c = t / stretches, k = t - c * stretches;
+    const int c = t / spans, k = t - c * spans;
     C sum = c < width ? carry[k * width + c] : Identity<kOp, C>();
     bool flag = c >= width || k == 0 || masks[k] != 0;
 #pragma unroll
@@ -201,8 +201,8 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
 
   const C alpha = Alpha<C>(run);
   C* const slots = static_cast<C*>(run.partials) + (o * s.chunks + tile) * 2 * run.inner;
-  if (s.bands.rows) {
-    ForGapsOfTile(run, s.bands, keys, ends, runs, begin + held == run.positions,
+  if (s.ranges.rows) {
+    ForGapsOfTile(run, s.ranges, keys, ends, runs, begin + held == run.positions,
                   [&](uint32_t first, uint32_t last) { FillRows<kOp, T, 1>(run, o, 0, width, first, last); });
   }
   for (int e = t; e < runs * width; e += kNarrowThreads) {

@@ -20,12 +20,12 @@ constexpr uint32_t kHeadGroup = 32;  // chunks whose heads are added up together
 
 struct ReduceShape {
   uint32_t chunk, chunks;
-  uint32_t reach;   // without ChunkInfos: places after a chunk that belong to it if its last run ends there
-  int64_t vectors;  // threads per row
+  uint32_t lookahead;  // without ChunkInfos: places after a chunk that belong to it if its last run ends there
+  int64_t vectors;     // threads per row
   Divider by_vectors, by_chunks;
   int64_t threads;  // threads of the reduction
   int64_t blocks;   // blocks of the reduction; further blocks fill gaps
-  BandShape bands;
+  RangeShape ranges;
 };
 static_assert(sizeof(ReduceShape) == 256);
 
@@ -63,14 +63,14 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kHeadThreads
 
 // Adds up the parts of long runs. A block searches some chunks for long runs that begin there: groups of kFixupChunks
 // adjacent chunks, with the groups far apart, because rows with many updates are often adjacent. One warp, or several
-// if runs are few, takes a run and a slab of columns. Each lane has V adjacent columns; the remaining lanes of the warp
+// if runs are few, takes a run and a tile of columns. Each lane has V adjacent columns; the remaining lanes of the warp
 // take different parts of the run.
 constexpr int kFixupLanes = 8, kFixupChunks = 8;
 constexpr int FixupAhead(bool wide) { return wide ? 8 : 16; }  // parts in flight per lane
 struct FixupShape {
   int lanes;              // lanes across the columns
   uint32_t chunks, step;  // chunks of a block, and the stride of its groups
-  int64_t slabs;
+  int64_t column_tiles;
   bool grouped;  // ReduceGroups has run
 };
 static_assert(sizeof(FixupShape) == 32);
@@ -89,10 +89,10 @@ template <Reduction kOp, class T, int V> __global__ void __launch_bounds__(kFixu
   __shared__ LongRun found[kFixupThreads];
   __shared__ Columns room[kWarps][kFixupLanes];
   __shared__ int runs;
-  const int64_t slab = blockIdx.x % f.slabs, item = blockIdx.x / f.slabs, o = item / f.step;
+  const int64_t column_tile = blockIdx.x % f.column_tiles, item = blockIdx.x / f.column_tiles, o = item / f.step;
   const uint32_t first = static_cast<uint32_t>(item - o * f.step);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, lane_ways = kWarp / f.lanes;
-  const int64_t column = (slab * f.lanes + lane % f.lanes) * V;
+  const int64_t column = (column_tile * f.lanes + lane % f.lanes) * V;
   const bool active = column < run.inner;
   const C alpha = Alpha<C>(run);
   const auto add = [](Columns& total, const Columns& v) {
@@ -114,7 +114,7 @@ template <Reduction kOp, class T, int V> __global__ void __launch_bounds__(kFixu
         const ChunkInfo info = run.chunks[chunk];
         parts = info.parts, key = info.key;
       } else {
-        parts = PartsOf(run, s.chunk, s.chunks, chunk, s.reach);
+        parts = PartsOf(run, s.chunk, s.chunks, chunk, s.lookahead);
         key = KeyAt(run, min((chunk + 1) * s.chunk, run.positions) - 1);
       }
       if (parts > 0) found[atomicAdd(&runs, 1)] = {chunk, parts, key};

@@ -102,17 +102,17 @@ __device__ __forceinline__ uint32_t LowerBound(const IndexRun& run, uint32_t low
 }
 
 // Whether the run that begins in `chunk` and continues after it is divided among chunks. A run that ends within
-// `reach` places after the chunk is not.
+// `lookahead` places after the chunk is not.
 template <Keys kKeys = Keys::kAny>
-__device__ __forceinline__ bool IsCut(const IndexRun& run, uint32_t chunk_places, uint32_t chunk, uint32_t reach) {
+__device__ __forceinline__ bool IsCut(const IndexRun& run, uint32_t chunk_places, uint32_t chunk, uint32_t lookahead) {
   const uint32_t begin = chunk * chunk_places, end = begin + chunk_places;
   // Issue all loads together.
   const uint32_t before = KeyAt<kKeys>(run, begin - (begin > 0)), head = KeyAt<kKeys>(run, begin);
   const uint32_t key = KeyAt<kKeys>(run, min(end, run.positions) - 1);
   const uint32_t next = KeyAt<kKeys>(run, min(end, run.positions - 1));
-  const uint32_t far = KeyAt<kKeys>(run, min(end + reach, run.positions - 1));
+  const uint32_t far = KeyAt<kKeys>(run, min(end + lookahead, run.positions - 1));
   const bool began_earlier = begin > 0 && head == key && before == key;
-  return end + reach < run.positions && key < run.dropped && next == key && far == key && !began_earlier;
+  return end + lookahead < run.positions && key < run.dropped && next == key && far == key && !began_earlier;
 }
 
 // Search for the first number in [low, high] whose place (number * unit) has a key other than `key`.
@@ -158,8 +158,8 @@ __device__ __forceinline__ void FindEnds(const IndexRun& run, EndSearch (&search
 // Returns the number of chunks that share the run that begins in `chunk` and continues after it; 0 if it is not
 // divided.
 __device__ __forceinline__ uint32_t PartsOf(const IndexRun& run, uint32_t chunk_places, uint32_t chunks, uint32_t chunk,
-                                            uint32_t reach) {
-  if (!IsCut(run, chunk_places, chunk, reach)) return 0;
+                                            uint32_t lookahead) {
+  if (!IsCut(run, chunk_places, chunk, lookahead)) return 0;
   EndSearch search[1] = {{chunk + 2, chunks, KeyAt(run, (chunk + 1) * chunk_places), chunk_places}};
   FindEnds(run, search);
   return search[0].low - chunk;
@@ -293,7 +293,7 @@ constexpr int kFillRows = 1024;
 struct FillShape {
   int64_t rows;     // rows of a tile
   int64_t vectors;  // vectors per row of a tile
-  int64_t slabs, row_tiles;
+  int64_t column_tiles, row_tiles;
   Divider by_vectors;
   int64_t blocks;
 };
@@ -305,14 +305,14 @@ static_assert(sizeof(FillShape) == 64);
 template <Reduction kOp, class T, int N, class Mark>
 __device__ __forceinline__ void FillTile(const IndexRun& run, const FillShape& f, int64_t vectors, int64_t block,
                                          uint32_t* bits, Mark mark) {
-  const int64_t slab = block % f.slabs, o = block / f.slabs / f.row_tiles;
-  const uint32_t first = static_cast<uint32_t>(block / f.slabs % f.row_tiles * f.rows);
+  const int64_t column_tile = block % f.column_tiles, o = block / f.column_tiles / f.row_tiles;
+  const uint32_t first = static_cast<uint32_t>(block / f.column_tiles % f.row_tiles * f.rows);
   const int rows = static_cast<int>(min(f.rows, int64_t{run.dropped} - first));
   for (int i = threadIdx.x; i < kFillRows / 32; i += blockDim.x) bits[i] = 0;
   __syncthreads();
   mark(first, rows, bits);
   __syncthreads();
-  const int64_t begin = slab * f.vectors;
+  const int64_t begin = column_tile * f.vectors;
   const uint32_t width = static_cast<uint32_t>(min(f.vectors, vectors - begin));
   const Pack<T, N> identity = Filled<T, N>(FromCompute<T>(Identity<kOp, Compute<T>>()));
   T* const out = static_cast<T*>(run.out) + o * run.out_stride * run.inner;

@@ -3,7 +3,7 @@
 //     SmallUpdates    all reductions, batches and index types
 //     SmallSums       sums into x by plain indices
 //
-// Both read index and source and update rows of out. A warp takes one update and a slab of the columns of its row, and
+// Both read index and source and update rows of out. A warp takes one update and a tile of the columns of its row, and
 // compares all indices with its own to find the updates of the same row. Let c be their number and S the largest power
 // of two up to min(c, 32). The first S of the c warps each take a share of the columns for all c updates; the others
 // exit. So the work per warp is about the same whether all indices differ or all are equal, and the order of the
@@ -26,11 +26,11 @@ constexpr int kSmallVectors = 4;  // maximum number of vectors in flight per thr
 constexpr int kKeyPitch = 36;
 
 struct SmallShape {
-  int64_t vectors;  // per row
-  int64_t slabs;    // per row; a slab has kWarp * each vectors
-  int each;         // vectors per thread
-  int64_t groups;   // blocks for the updates of one b and slab
-  Divider by_slabs, by_groups;
+  int64_t vectors;       // per row
+  int64_t column_tiles;  // per row; a column tile has kWarp * each vectors
+  int each;              // vectors per thread
+  int64_t groups;        // blocks for the updates of one b and column tile
+  Divider by_column_tiles, by_groups;
   int words;  // groups of 32 indices
   int64_t fill_after;
   FillShape fill;
@@ -48,7 +48,7 @@ static_assert(sizeof(SmallShape) == 160);
 // kOp: the reduction. T, N: element type and elements of a vector.
 template <Reduction kOp, class T, int N, class Number, class RowAt, class Store>
 __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, Number number, RowAt row_of,
-                                            Store store, const T* out, bool reads, int64_t slab_begin, int each,
+                                            Store store, const T* out, bool reads, int64_t column_begin, int each,
                                             int64_t vectors, uint16_t* list, Compute<T>* sums) {
   using C = Compute<T>;
   constexpr int kPartsAtOnce = N * sizeof(T) == 16 && sizeof(T) == 2 ? 4 : 8;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, 
   __syncwarp();
   if (all <= kSmallVectors && each >= shares) {  // long rows: whole columns per lane, with all loads in flight
     for (int i = 0; i < each / shares; ++i) {
-      const int64_t v = slab_begin + (before * (each / shares) + i) * kWarp + lane;
+      const int64_t v = column_begin + (before * (each / shares) + i) * kWarp + lane;
       if (v >= vectors) break;
       Pack<T, N> part[kSmallVectors], x = {};
 #pragma unroll
@@ -90,7 +90,7 @@ __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, 
   // `width` adjacent columns with `shares` threads each, which take every shares-th update.
   const int width = kWarp / shares, first = lane / width, c = lane % width;
   for (int i = 0; i < each; ++i) {
-    const int64_t v = slab_begin + (before * each + i) * width + c;
+    const int64_t v = column_begin + (before * each + i) * width + c;
     const bool active = v < vectors;
     Pack<T, N> x = {};
     if (active && first == 0 && reads) x = LoadPart<T, N>(out + v * N);
@@ -146,7 +146,7 @@ template <Reduction kOp, class T, int N> __global__ void __launch_bounds__(kSmal
   char* const behind = shared_bytes + s.words * kKeyPitch * 4;
   C* const sums = reinterpret_cast<C*>(behind) + warp * kWarp * N;
   uint16_t* const list = reinterpret_cast<uint16_t*>(behind + kSmallThreads * N * sizeof(C)) + warp * s.words * 32;
-  const int64_t item = s.by_slabs.Div(int64_t{blockIdx.x}), slab = blockIdx.x - item * s.slabs;
+  const int64_t item = s.by_column_tiles.Div(int64_t{blockIdx.x}), column_tile = blockIdx.x - item * s.column_tiles;
   const int64_t slice = s.by_groups.Div(item);  // o * batch + b
   const int mine = static_cast<int>(item - slice * s.groups) * kSmallWarps + warp;
   const int64_t o = slice / run.batch;
@@ -187,7 +187,7 @@ template <Reduction kOp, class T, int N> __global__ void __launch_bounds__(kSmal
 
   const T* const source = static_cast<const T*>(run.source) + o * run.source_stride * run.inner;
   T* const out = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(key)) * run.inner;
-  const int64_t slab_begin = slab * kWarp * s.each;
+  const int64_t column_begin = column_tile * kWarp * s.each;
   const bool reads = run.reads_out;
   const auto store = [&](int64_t v, const C(&total)[N], const Pack<T, N>& x) {
     StorePart<T, N>(out + v * N, FinishedPack<kOp, T, N>(total, alpha, reads, x));
@@ -197,7 +197,7 @@ template <Reduction kOp, class T, int N> __global__ void __launch_bounds__(kSmal
     Pack<T, N> part[kSmallVectors] = {}, old[kSmallVectors] = {};
 #pragma unroll
     for (int i = 0; i < kSmallVectors; ++i) {
-      const int64_t v = slab_begin + lane + i * kWarp;
+      const int64_t v = column_begin + lane + i * kWarp;
       if (i < s.each && v < s.vectors) {
         part[i] = LoadPart<T, N>(row + v * N);
         if (reads) old[i] = LoadPart<T, N>(out + v * N);
@@ -205,7 +205,7 @@ template <Reduction kOp, class T, int N> __global__ void __launch_bounds__(kSmal
     }
 #pragma unroll
     for (int i = 0; i < kSmallVectors; ++i) {
-      const int64_t v = slab_begin + lane + i * kWarp;
+      const int64_t v = column_begin + lane + i * kWarp;
       if (i < s.each && v < s.vectors) {
         C total[N];
         Unpack(part[i], total);
@@ -216,7 +216,7 @@ template <Reduction kOp, class T, int N> __global__ void __launch_bounds__(kSmal
   }
   const auto row_of = [&](uint32_t u) { return source + run.SourceRow(b_begin + u) * run.inner; };
   const auto number = [&](int bit) { return lane * 32 + bit; };
-  AddTogether<kOp, T, N>(same, all, before, number, row_of, store, out, reads, slab_begin, s.each, s.vectors, list,
+  AddTogether<kOp, T, N>(same, all, before, number, row_of, store, out, reads, column_begin, s.each, s.vectors, list,
                          sums);
 }
 
@@ -257,11 +257,11 @@ template <class T, int N, int kKeys> __global__ void __launch_bounds__(kSmallThr
   const int32_t own = s.index[mine];
   const C alpha = s.alpha ? *static_cast<const C*>(s.alpha) : C(1);
 
-  const int64_t vectors = s.inner / N, slab_begin = static_cast<int64_t>(blockIdx.x) * kWarp * s.each;
+  const int64_t vectors = s.inner / N, column_begin = static_cast<int64_t>(blockIdx.x) * kWarp * s.each;
   const T* const source = static_cast<const T*>(s.source);
-  const int64_t column = (slab_begin + lane) * N;
+  const int64_t column = (column_begin + lane) * N;
   // Number of vectors from the lane's first one on; it takes every kWarp-th.
-  const int vectors_left = static_cast<int>(min(vectors - slab_begin - lane, int64_t{s.each} * kWarp));
+  const int vectors_left = static_cast<int>(min(vectors - column_begin - lane, int64_t{s.each} * kWarp));
   Pack<T, N> part[kSmallVectors], old[kSmallVectors] = {};
   const auto load = [&](Pack<T, N>(&to)[kSmallVectors], const T* row) {
 #pragma unroll
@@ -296,7 +296,7 @@ template <class T, int N, int kKeys> __global__ void __launch_bounds__(kSmallThr
       if (i * kWarp < vectors_left) {
         C total[N];
         Unpack(part[i], total);
-        store(slab_begin + lane + i * kWarp, total, old[i]);
+        store(column_begin + lane + i * kWarp, total, old[i]);
       }
     }
     return;
@@ -308,7 +308,7 @@ template <class T, int N, int kKeys> __global__ void __launch_bounds__(kSmallThr
   uint16_t* const list = lists + warp * kKeys * kWarp;
   const auto row_of = [&](uint32_t u) { return source + int64_t{u} * s.inner; };
   const auto number = [&](int bit) { return bit * kWarp + lane; };
-  AddTogether<Reduction::kSum, T, N>(same, all, before, number, row_of, store, out, true, slab_begin, s.each, vectors,
+  AddTogether<Reduction::kSum, T, N>(same, all, before, number, row_of, store, out, true, column_begin, s.each, vectors,
                                      list, sums);
 }
 

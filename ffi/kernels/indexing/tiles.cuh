@@ -2,14 +2,14 @@
 // vectors.
 //
 // ReduceTiles reads keys (or indices) and source and writes out and run.partials. A block copies a tile of source to
-// shared memory as 16-byte vectors, whatever the rows are: some places and, if rows are long, a slab of their columns.
+// shared memory as 16-byte vectors, whatever the rows are: some places and, if rows are long, a tile of their columns.
 // Then it
 //
 //     lists the runs     each thread searches some places for the ends of runs of equal keys
 //     adds them up       one thread per run and column, from shared memory; it writes the row, whose neighbours in out
 //                        are mostly written at the same time
 //
-// A run that ends within kTileReach places after the tile in which it begins is reduced by that tile, which reads the
+// A run that ends within kTileLookahead places after the tile in which it begins is reduced by that tile, which reads the
 // rest from memory; the next tile skips it. A longer run leaves its parts to ReduceFixup (reduce.cuh). Memory traffic:
 // source is read once, each touched row of out is read (with reads_out) and written once. Arrays may have any
 // alignment.
@@ -19,20 +19,20 @@
 
 namespace jaxkern {
 
-constexpr int kTileThreads = 256, kTileReach = 32;
-constexpr int kTilePacks = 16;  // vectors of a slab of long rows
+constexpr int kTileThreads = 256, kTileLookahead = 32;
+constexpr int kTilePacks = 16;  // vectors of a column tile of long rows
 
 struct TileShape {
-  int slab, pitch;  // columns of a tile, at most; elements between places in shared memory
-  int64_t slabs;
-  Divider by_slabs;
+  int columns, pitch;  // columns of a tile, at most; elements between places in shared memory
+  int64_t column_tiles;
+  Divider by_column_tiles;
   FastDivmod by_columns;
   int values;  // elements of shared memory
   int each;    // places per thread in the search for the ends of runs
 };
 static_assert(sizeof(TileShape) == 64);
 
-// Dynamic shared memory: the elements; the keys (two words of padding, two places before the tile, the tile, kTileReach
+// Dynamic shared memory: the elements; the keys (two words of padding, two places before the tile, the tile, kTileLookahead
 // + 1 places after it); the ends of runs, from the one before the first on. kOp: the reduction. T: element type.
 template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads, 5)
     ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
@@ -45,26 +45,26 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
   const int t = threadIdx.x;
   if (blockIdx.x >= s.blocks) {
     const int64_t warp = (blockIdx.x - s.blocks) * (kTileThreads / kWarp) + t / kWarp;
-    if (warp < s.bands.warps) FillGaps<kOp, T, 1>(run, s.bands, warp);
+    if (warp < s.ranges.warps) FillGaps<kOp, T, 1>(run, s.ranges, warp);
     return;
   }
   const int places = static_cast<int>(s.chunk);
   T* const values = reinterpret_cast<T*>(shared_bytes);
   uint32_t* const keys = reinterpret_cast<uint32_t*>(values + tile.values) + 4;
-  uint16_t* const ends = reinterpret_cast<uint16_t*>(keys + places + kTileReach + 1) + 1;
+  uint16_t* const ends = reinterpret_cast<uint16_t*>(keys + places + kTileLookahead + 1) + 1;
   __shared__ uint32_t warp_runs[kTileThreads / kWarp];
 
   // All of these are less than 2^31. As 64-bit numbers they would not fit in the registers of the last loop.
-  const uint32_t item = static_cast<uint32_t>(tile.by_slabs.Div(blockIdx.x));
+  const uint32_t item = static_cast<uint32_t>(tile.by_column_tiles.Div(blockIdx.x));
   const uint32_t o = static_cast<uint32_t>(s.by_chunks.Div(item));
   const uint32_t number = item - o * static_cast<uint32_t>(s.chunks), begin = number * s.chunk;
   const int held = static_cast<int>(min(s.chunk, run.positions - begin));
-  const int column = static_cast<int>(blockIdx.x - item * static_cast<uint32_t>(tile.slabs)) * tile.slab;
-  const int width = static_cast<int>(min(int64_t{tile.slab}, run.inner - column));
+  const int column = static_cast<int>(blockIdx.x - item * static_cast<uint32_t>(tile.column_tiles)) * tile.columns;
+  const int width = static_cast<int>(min(int64_t{tile.columns}, run.inner - column));
   const int64_t before = begin * run.inner + column;  // elements before the tile in this slice of source
   const T* const from = static_cast<const T*>(run.source) + o * run.source_stride * run.inner + before;
 
-  const int wanted = static_cast<int>(min(s.chunk + kTileReach + 1, run.positions - begin));
+  const int wanted = static_cast<int>(min(s.chunk + kTileLookahead + 1, run.positions - begin));
   if (run.keys) {
     const uint32_t* const key = run.keys + begin;
 #pragma unroll 4
@@ -74,7 +74,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
     for (int i = t; i < wanted; i += kTileThreads) keys[i] = KeyAt(run, begin + i);
   }
 #pragma unroll 1
-  for (int i = wanted + t; i < places + kTileReach + 1; i += kTileThreads) keys[i] = kNoKey;
+  for (int i = wanted + t; i < places + kTileLookahead + 1; i += kTileThreads) keys[i] = kNoKey;
   if (t == 0) keys[-1] = begin > 0 ? KeyAt(run, begin - 1) : kNoKey;
   if (t == kWarp) keys[-2] = begin > s.chunk ? KeyAt(run, begin - s.chunk - 1) : kNoKey;
   if (t == 0) ends[-1] = UINT16_MAX;
@@ -83,7 +83,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
   // Vectors may extend beyond the tile, but not beyond the slice of source, [low, high).
   const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16 / sizeof(T)), pitch = tile.pitch;
   const int64_t low = -before, high = run.positions * run.inner - before;
-  if (tile.slabs == 1) {  // the tile is contiguous
+  if (tile.column_tiles == 1) {  // the tile is contiguous
     const int elements = held * width, all = (ahead + elements + kN - 1) / kN;
     const int first = -ahead < low, last = all - (all * kN - ahead > high);
     const T* const p = from - ahead;
@@ -137,8 +137,8 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
   }
   const int runs = ListRunEnds<kTileThreads>(mask, place, ends, warp_runs);
 
-  if (s.bands.rows) {
-    ForGapsOfTile(run, s.bands, keys, ends, runs, begin + held == run.positions,
+  if (s.ranges.rows) {
+    ForGapsOfTile(run, s.ranges, keys, ends, runs, begin + held == run.positions,
                   [&](uint32_t first, uint32_t last) { FillRows<kOp, T, 1>(run, o, column, width, first, last); });
   }
   const C alpha = Alpha<C>(run);
@@ -147,17 +147,17 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
   // The runs, if any, that may have parts in other tiles.
   const int first_cut = keys[-1] == keys[0] ? 0 : -1, last_cut = keys[held] == keys[held - 1] ? runs - 1 : -1;
 #pragma unroll 1
-  for (int unit = t; unit < runs * tile.slab; unit += kTileThreads) {
-    const int r = tile.by_columns.Div(unit), c = unit - r * tile.slab;
+  for (int unit = t; unit < runs * tile.columns; unit += kTileThreads) {
+    const int r = tile.by_columns.Div(unit), c = unit - r * tile.columns;
     const int first = static_cast<uint16_t>(ends[r - 1] + 1), end = ends[r] + 1;
     const uint32_t own = keys[first];
     if (own >= run.dropped || c >= width) continue;
     enum { kWhole, kHead, kTail, kGoesOn } part = kWhole;
     if (r == first_cut) {
-      if (keys[-2] != own && keys[kTileReach] != own) continue;  // the preceding tile has reduced it
+      if (keys[-2] != own && keys[kTileLookahead] != own) continue;  // the preceding tile has reduced it
       part = kHead;
     } else if (r == last_cut) {
-      part = keys[held + kTileReach] == own ? kTail : kGoesOn;
+      part = keys[held + kTileLookahead] == own ? kTail : kGoesOn;
     }
     A total[4];
 #pragma unroll
@@ -178,7 +178,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
         bool has[4];
 #pragma unroll
         for (int u = 0; u < 4; ++u) {
-          has[u] = i + u < held + kTileReach && keys[i + u] == own;
+          has[u] = i + u < held + kTileLookahead && keys[i + u] == own;
           if (has[u]) v[u] = from[(i + u) * run.inner + c];
         }
 #pragma unroll

@@ -41,23 +41,23 @@ template <int kOperands, int kResults> struct ReduceArgs {
 static_assert(sizeof(ReduceArgs<1, 1>) == 40 + 24 + 24 + 28 + 16 + 12);
 
 // Positions of one row, and where what they are reduced to goes.
-struct Stretch {
+struct Span {
   uint32_t row, begin, end;
   bool whole, partial;  // all edges of the row, or a part of them; neither: there is nothing to do
 };
 
-__device__ __forceinline__ Stretch RowOf(const EdgeArgs& a, uint32_t row) {
+__device__ __forceinline__ Span RowOf(const EdgeArgs& a, uint32_t row) {
   const uint32_t end = min(__ldg(a.offsets + row + 1), a.edges);
   return {row, min(__ldg(a.offsets + row), end), end, true, false};
 }
 
 // The part of chunk `slot / 2` that a long row has which its first (even slots) or last position belongs to.
-__device__ __forceinline__ Stretch PartOf(const EdgeArgs& a, uint32_t slot, uint32_t chunk) {
+__device__ __forceinline__ Span PartOf(const EdgeArgs& a, uint32_t slot, uint32_t chunk) {
   const uint32_t first = slot / 2 * chunk, last = min(first + chunk, a.edges) - 1;
   const uint32_t head = __ldg(a.keys + first), tail = __ldg(a.keys + last);
   const uint32_t row = slot % 2 ? tail : head;
   if (row >= a.rows || (slot % 2 && head == tail)) return {0, 0, 0, false, false};
-  Stretch s = RowOf(a, row);
+  Span s = RowOf(a, row);
   s.whole = false;
   s.partial = s.end - s.begin > chunk;
   s.begin = max(s.begin, first);
@@ -78,7 +78,7 @@ struct EdgeReducer<F, kOp, N, kParts, kSplit, U, Types<T...>, Operands...> {
     const uint32_t split = threadIdx.x % kSplit, unit = threadIdx.x / kSplit, own_item = a.by_lanes.Div(unit);
     const uint32_t lane = blockIdx.y * a.by_lanes.divisor + unit - own_item * a.by_lanes.divisor;
     const uint32_t item = blockIdx.x * a.items + own_item, slots = 2 * a.chunks;
-    Stretch s = {0, 0, 0, false, false};
+    Span s = {0, 0, 0, false, false};
     if (own_item < a.items && lane < a.lanes) {
       if (item < slots) {
         s = PartOf(a.edges, item, a.chunk);
@@ -160,8 +160,8 @@ struct EdgeReducer<F, kOp, N, kParts, kSplit, U, Types<T...>, Operands...> {
     }
   }
 
-  template <int r, class R> static __device__ __forceinline__ void Write(const Args& a, const Stretch& s,
-                                                                         uint32_t column, const Totals (&total)[N]) {
+  template <int r, class R> static __device__ __forceinline__ void Write(const Args& a, const Span& s, uint32_t column,
+                                                                         const Totals (&total)[N]) {
     Elements<R, N> y;
 #pragma unroll
     for (int n = 0; n < N; ++n) y.Set(n, Finish<kOp>(Get<r>(total[n]), s.end - s.begin));
@@ -246,7 +246,7 @@ template <Reduce kOp, class T, int kColumns> __global__ void __launch_bounds__(k
   const Folding<kOp, T, kColumns> fold = {a, column};
   // Every warp of the block looks at the same chunks, a lane at each, and finds the same.
   const uint32_t own = blockIdx.x * kFoldChunks + lane, end = (own + 1) * a.chunk;
-  Stretch found = {0, 0, 0, false, false};
+  Span found = {0, 0, 0, false, false};
   bool begins = false;
   if (own < a.chunks && end < a.edges.edges) {
     // A long row that crosses the end of a chunk is also at half a chunk before it, or at half a chunk after it.

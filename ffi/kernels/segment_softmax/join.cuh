@@ -18,9 +18,10 @@ __device__ inline uint32_t PartsOf(const SegmentRun& run, uint32_t tile) {
   // Issue all loads together.
   const uint32_t before = run.Key(begin - (begin > 0)), head = run.Key(begin);
   const uint32_t key = run.Key(min(end, run.positions) - 1), next = run.Key(min(end, run.positions - 1));
-  const uint32_t far = run.Key(min(end + run.reach, run.positions - 1));
+  const uint32_t far = run.Key(min(end + run.lookahead, run.positions - 1));
   const bool began_earlier = begin > 0 && head == key && before == key;
-  if (end + run.reach >= run.positions || key >= run.dropped || next != key || far != key || began_earlier) return 0;
+  if (end + run.lookahead >= run.positions || key >= run.dropped || next != key || far != key || began_earlier)
+    return 0;
   // Find the first tile from `low` on that does not begin with the key. Each step examines several tiles, because
   // memory latency dominates a step.
   constexpr uint32_t kLooks = 7;
@@ -39,15 +40,15 @@ __device__ inline uint32_t PartsOf(const SegmentRun& run, uint32_t tile) {
 }
 
 constexpr int kJoinThreads = 256, kJoinColumns = 8, kJoinTeams = kJoinThreads / kJoinColumns, kJoinTiles = 64;
-// Op: SegmentForward or SegmentBackward (ops.cuh). slabs: column slabs. groups: groups of kJoinTiles tiles.
+// Op: SegmentForward or SegmentBackward (ops.cuh). `column_tiles`: of a row. groups: groups of kJoinTiles tiles.
 template <class Op> __global__ void __launch_bounds__(kJoinThreads)
-    SegmentJoin(const __grid_constant__ SegmentRun run, int64_t slabs, int64_t groups) {
+    SegmentJoin(const __grid_constant__ SegmentRun run, int64_t column_tiles, int64_t groups) {
   using Stat = typename Op::Stat;
   constexpr int kMany = sizeof(typename Op::C) == 8 ? 4 : 16;
   __shared__ uint32_t first[kJoinTiles], parts[kJoinTiles];
   __shared__ int runs;
   __shared__ Stat room[kJoinThreads];
-  const int64_t item = blockIdx.x / slabs, o = item / groups, group = item - o * groups;
+  const int64_t item = blockIdx.x / column_tiles, o = item / groups, group = item - o * groups;
   if (threadIdx.x == 0) runs = 0;
   __syncthreads();
   const int64_t tile = group * kJoinTiles + threadIdx.x;
@@ -61,7 +62,7 @@ template <class Op> __global__ void __launch_bounds__(kJoinThreads)
   }
   __syncthreads();
   const int team = threadIdx.x / kJoinColumns;
-  const int64_t column = (blockIdx.x - item * slabs) * kJoinColumns + threadIdx.x % kJoinColumns;
+  const int64_t column = (blockIdx.x - item * column_tiles) * kJoinColumns + threadIdx.x % kJoinColumns;
   const bool active = column < run.inner;
   for (int r = 0; r < runs; ++r) {
     const auto slot = [&](uint32_t j) { return run.Slot<Stat>(o, first[r] + j, j == 0) + column; };

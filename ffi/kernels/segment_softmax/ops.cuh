@@ -2,15 +2,15 @@
 // (SegmentBackward). Device functions only, on registers and shared memory.
 //
 //     Stat      of a run or a part of one; can be merged in any grouping (MergeAll: many at once)
-//     Reduce    reduces a stretch: computes `kept`, which Write needs for each element, and the Stats of the runs at
-//               its two ends (head: up to the first end in it; tail: from the last one on; both cover the whole stretch
+//     Reduce    reduces a span: computes `kept`, which Write needs for each element, and the Stats of the runs at
+//               its two ends (head: up to the first end in it; tail: from the last one on; both cover the whole span
 //               if no run ends in it)
-//     Write     writes the results of a stretch, given the totals of the runs at its two ends
+//     Write     writes the results of a span, given the totals of the runs at its two ends
 //     Map       returns the result of an element, given the Final of its run
 //     Term      returns the summand of an element for a Stat whose maximum is known (kMaxima)
 //
 // `v` holds the inputs in shared memory, elements `step` apart; results replace the first input. T_: element type. kQ:
-// places of a stretch.
+// places of a span.
 #pragma once
 
 #include "common/exponential.cuh"
@@ -55,7 +55,7 @@ template <class C, int n> __device__ __forceinline__ C TreeSum(C (&term)[n]) {
 }
 
 __device__ __forceinline__ bool EndsAt(uint32_t ends, int i) { return ends >> i & 1; }
-// Start of the run that continues after the stretch.
+// Start of the run that continues after the span.
 __device__ __forceinline__ int TailOf(uint32_t ends) { return ends ? 32 - __clz(ends) : 0; }
 
 template <class T_> struct SegmentForward {

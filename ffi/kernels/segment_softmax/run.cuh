@@ -6,7 +6,7 @@
 //     place      number of a position in the order of keys
 //
 // Keys and positions are 32-bit numbers; offsets into arrays are 64-bit. Places are cut into tiles. A tile owns the
-// runs that begin in it, and follows a run for up to `reach` places beyond its own end. A run that ends further on
+// runs that begin in it, and follows a run for up to `lookahead` places beyond its own end. A run that ends further on
 // is long. Each tile that it spans leaves the Stat of its part in a slot (head: the run continues from the tile before;
 // tail: it begins here). SegmentJoin merges the parts in order and writes the total to each slot, and a last kernel
 // reads these rows once more.
@@ -29,7 +29,7 @@ struct SegmentRun {
   int64_t inner, count;
   int64_t extra;  // rows between the end of a slice `o` of one b and its beginning in the next: (outer - 1) * count
   uint32_t positions, dropped;
-  uint32_t places, reach, tiles;  // places and reach of a tile; number of tiles
+  uint32_t places, lookahead, tiles;  // places and lookahead of a tile; number of tiles
   Divider by_count;
 
   __device__ __forceinline__ uint32_t Key(uint32_t place) const { return __ldg(keys + place); }

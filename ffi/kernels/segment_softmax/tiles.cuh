@@ -6,17 +6,17 @@
 // Both read run.keys, run.order and the inputs and write run.out. Memory traffic: inputs are read and results written
 // once; the rows of long runs are read once more by SegmentRewrite.
 //
-// A block takes a tile of places and a slab of columns. It owns the runs that begin in the tile and follows them beyond
+// A block takes a tile of places and a tile of columns. It owns the runs that begin in the tile and follows them beyond
 // its end if needed. It
 //
-//     reads the keys      finds the places that end a run, as a bit mask per stretch of places
+//     reads the keys      finds the places that end a run, as a bit mask per span of places
 //     stages the rows     in shared memory, as vectors, converted to the computing type
-//     reduces             one thread per stretch and column computes the Stats of runs, and of the parts of the two
-//                         runs that the edges of the stretch cut; exponentials stay in registers
-//     carries over        merges these parts by a segmented scan over stretches
+//     reduces             one thread per span and column computes the Stats of runs, and of the parts of the two
+//                         runs that the edges of the span cut; exponentials stay in registers
+//     carries over        merges these parts by a segmented scan over spans
 //     writes              the results over the data in shared memory, and from there to memory, as vectors
 //
-// The inner loop has one condition per element: whether a run ends there. A stretch has an odd length, so that the
+// The inner loop has one condition per element: whether a run ends there. A span has an odd length, so that the
 // threads of a warp access different banks, and at most 32 places, the bits of a mask.
 //
 // Dynamic shared memory: Op::kInputs * s.held elements of the computing type; the keys occupy it first. Op:
@@ -29,30 +29,30 @@
 namespace jaxkern {
 
 constexpr int kTileThreads = 256, kTileWarps = kTileThreads / kWarp, kTileColumns = 16;
-constexpr int TileStretch(int element_bytes) { return element_bytes == 8 ? 15 : 31; }
+constexpr int TileSpan(int element_bytes) { return element_bytes == 8 ? 15 : 31; }
 
-// Layout of the rows of a tile in memory: contiguous (no order, a single slab, rows of a slice adjacent); whole aligned
+// Layout of the rows of a tile in memory: contiguous (no order, a single column tile, rows of a slice adjacent); whole aligned
 // vectors; or arbitrary.
 enum class Rows { kContiguous, kVectors, kElements };
 
 struct TileShape {
-  int columns, slabs, stretches;  // columns of a slab; stretches of a tile
-  int held;                       // elements of an input in shared memory
-  Divider by_slabs, by_tiles;
-  FastDivmod by_columns, by_stretches;
-  FastDivmod by_parts;  // vectors (or elements) of a row within the slab
+  int columns, column_tiles, spans;  // columns of a column tile; spans of a tile
+  int held;                          // elements of an input in shared memory
+  Divider by_column_tiles, by_tiles;
+  FastDivmod by_columns, by_spans;
+  FastDivmod by_parts;  // vectors (or elements) of a row within the column tile
 };
 static_assert(sizeof(TileShape) == 104);
 
-// The work of a block: a tile of a slice `o`, and a slab of columns.
+// The work of a block: a tile of a slice `o`, and a tile of columns.
 struct TileBlock {
   int64_t o;
   uint32_t tile, begin;  // begin: first place of the tile
-  int column, width;     // of the slab
+  int column, width;     // of the column tile
 
   __device__ __forceinline__ TileBlock(const SegmentRun& run, const TileShape& s, int64_t number) {
-    const int64_t item = s.by_slabs.Div(number);
-    column = static_cast<int>(number - item * s.slabs) * s.columns;
+    const int64_t item = s.by_column_tiles.Div(number);
+    column = static_cast<int>(number - item * s.column_tiles) * s.columns;
     o = s.by_tiles.Div(item);
     tile = static_cast<uint32_t>(item - o * run.tiles);
     begin = tile * run.places;
@@ -213,17 +213,17 @@ __device__ __forceinline__ Staged<T, kRows> StageInputs(const SegmentRun& run, c
   return staged;
 }
 
-// Ends of runs in a tile, in shared memory. A place of no segment is a run of its own. kQ: places of a stretch.
+// Ends of runs in a tile, in shared memory. A place of no segment is a run of its own. kQ: places of a span.
 template <int kQ> struct RunEnds {
-  uint32_t ends[kTileThreads];   // per stretch: bit mask of the ends
-  uint32_t drops[kTileThreads];  // per stretch: places of no segment
-  uint32_t some[kTileWarps];     // bit mask of the stretches with ends
+  uint32_t ends[kTileThreads];   // per span: bit mask of the ends
+  uint32_t drops[kTileThreads];  // per span: places of no segment
+  uint32_t some[kTileWarps];     // bit mask of the spans with ends
 
   // Computes the masks from the keys of the tile and of the place after it. A barrier must follow.
-  __device__ __forceinline__ void Find(const uint32_t* keys, int stretches, uint32_t dropped) {
+  __device__ __forceinline__ void Find(const uint32_t* keys, int spans, uint32_t dropped) {
     const int t = threadIdx.x;
     uint32_t end = 0, drop = 0;
-    if (t < stretches) {
+    if (t < spans) {
       uint32_t key = keys[t * kQ];
 #pragma unroll
       for (int i = 0; i < kQ; ++i) {
@@ -238,10 +238,10 @@ template <int kQ> struct RunEnds {
     const uint32_t bits = __ballot_sync(~0u, end != 0);
     if (t % kWarp == 0) some[t / kWarp] = bits;
   }
-  // Returns the first end in stretches from `stretch` on, or `none`.
-  __device__ __forceinline__ int From(int stretch, int none) const {
-    for (int w = stretch / kWarp; w < kTileWarps; ++w) {
-      const uint32_t bits = w == stretch / kWarp ? some[w] >> (stretch % kWarp) << (stretch % kWarp) : some[w];
+  // Returns the first end in spans from `span` on, or `none`.
+  __device__ __forceinline__ int From(int span, int none) const {
+    for (int w = span / kWarp; w < kTileWarps; ++w) {
+      const uint32_t bits = w == span / kWarp ? some[w] >> (span % kWarp) << (span % kWarp) : some[w];
       if (bits) {
         const int k = w * kWarp + __ffs(bits) - 1;
         return k * kQ + __ffs(ends[k]) - 1;
@@ -249,10 +249,10 @@ template <int kQ> struct RunEnds {
     }
     return none;
   }
-  // Returns the last end in stretches before `stretch`, or -1.
-  __device__ __forceinline__ int Before(int stretch) const {
-    for (int w = (stretch - 1) / kWarp; w >= 0; --w) {
-      const uint32_t bits = some[w] & (stretch - w * kWarp < kWarp ? (1u << (stretch - w * kWarp)) - 1 : ~0u);
+  // Returns the last end in spans before `span`, or -1.
+  __device__ __forceinline__ int Before(int span) const {
+    for (int w = (span - 1) / kWarp; w >= 0; --w) {
+      const uint32_t bits = some[w] & (span - w * kWarp < kWarp ? (1u << (span - w * kWarp)) - 1 : ~0u);
       if (bits) {
         const int k = w * kWarp + 31 - __clz(bits);
         return k * kQ + 31 - __clz(ends[k]);
@@ -265,26 +265,26 @@ template <int kQ> struct RunEnds {
 // Whether the run that continues into the tile at `begin` is long: it also has the place `end`, or already continued
 // into the tile before.
 __device__ __forceinline__ bool LongHead(const SegmentRun& run, uint32_t begin, uint32_t key) {
-  const uint32_t end = begin + run.reach;
+  const uint32_t end = begin + run.lookahead;
   return (end < run.positions && run.Key(end) == key) || (begin > run.places && run.Key(begin - run.places - 1) == key);
 }
 
 // True if the run that starts in this tile and ends at `end` is long.
 __device__ __forceinline__ bool LongTail(const SegmentRun& run, uint32_t end, uint32_t key) {
-  return end + run.reach < run.positions && run.Key(end + run.reach) == key;
+  return end + run.lookahead < run.positions && run.Key(end + run.lookahead) == key;
 }
 
-// Merges the parts of runs that span stretches by a segmented scan over the stretches of each column. `carry`, in
-// shared memory, has for each stretch and column the Stat of the run that is open at its end; afterwards it includes
-// the parts in preceding stretches. A barrier must precede; all threads must call it; it ends with a barrier.
+// Merges the parts of runs that cross spans by a segmented scan over the spans of each column. `carry`, in
+// shared memory, has for each span and column the Stat of the run that is open at its end; afterwards it includes
+// the parts in preceding spans. A barrier must precede; all threads must call it; it ends with a barrier.
 template <class Op>
 __device__ __forceinline__ void CarryOver(const TileShape& s, const uint32_t* ends, typename Op::Stat* carry) {
   using Stat = typename Op::Stat;
   __shared__ Stat warp_stat[kTileWarps];
   __shared__ bool warp_flag[kTileWarps];
-  // The stretches of a column are adjacent threads.
+  // The spans of a column are adjacent threads.
   const int t = threadIdx.x, lane = t % kWarp, warp = t / kWarp;
-  const int c = s.by_stretches.Div(t), k = t - c * s.stretches;
+  const int c = s.by_spans.Div(t), k = t - c * s.spans;
   const bool inside = c < s.columns;
   Stat stat = inside ? carry[k * s.columns + c] : Op::Identity();
   bool flag = !inside || k == 0 || ends[k] != 0;  // nothing is carried in
@@ -310,21 +310,21 @@ __device__ __forceinline__ void CarryOver(const TileShape& s, const uint32_t* en
   __syncthreads();
 }
 
-// One block per tile and slab. kRows: layout of the rows.
+// One block per tile and column tile. kRows: layout of the rows.
 template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, sizeof(typename Op::C) == 8 ? 2 : 3)
     SegmentTiles(const __grid_constant__ SegmentRun run, const __grid_constant__ TileShape s) {
   using T = typename Op::T;
   using C = typename Op::C;
   using Stat = typename Op::Stat;
-  constexpr int kQ = TileStretch(sizeof(T));
+  constexpr int kQ = TileSpan(sizeof(T));
   extern __shared__ __align__(16) char shared_bytes[];
   __shared__ RunEnds<kQ> runs;
   __shared__ Stat carry[kTileThreads], totals[kTileThreads];
   const TileBlock b(run, s, blockIdx.x);
-  const int t = threadIdx.x, places = run.places, room = run.places + run.reach;
+  const int t = threadIdx.x, places = run.places, room = run.places + run.lookahead;
   const uint32_t left = run.positions - b.begin;  // places from the tile's first one on
 
-  // Keys of the tile, of the places in its reach, and of one place before and after.
+  // Keys of the tile, of the places in its lookahead, and of one place before and after.
   uint32_t* const keys = reinterpret_cast<uint32_t*>(shared_bytes) + 1;
 #pragma unroll 8
   for (int i = t; i <= room; i += kTileThreads) {
@@ -332,7 +332,7 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
   }
   if (t == 0) keys[-1] = b.begin > 0 ? run.Key(b.begin - 1) : UINT32_MAX;
   __syncthreads();
-  runs.Find(keys, s.stretches, run.dropped);
+  runs.Find(keys, s.spans, run.dropped);
   __syncthreads();
 
   // Runs that cross the edges of the tile, and the places of the block: [low, high), the places of its long runs within
@@ -346,7 +346,7 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
   const bool open = goes_on && (passes ? long_head : keys[room] == last_key);  // the last run is long
   int high = min(places, static_cast<int>(min(left, run.places)));
   if (goes_on && !open)
-    high = min(min(runs.From(places / kQ, room) + 1, room), static_cast<int>(min(left, run.places + run.reach)));
+    high = min(min(runs.From(places / kQ, room) + 1, room), static_cast<int>(min(left, run.places + run.lookahead)));
   const int own_first = comes_in ? first_end + 1 : 0, own_last = open ? runs.Before(places / kQ) + 1 : high;
   const int low = comes_in && !long_head ? own_first : 0;
   if (low >= high) return;
@@ -358,7 +358,7 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
   __syncthreads();
 
   const int j = s.by_columns.Div(t), c = t - j * s.columns;
-  const bool active = j < s.stretches && c < b.width && j * kQ < high && (j + 1) * kQ > low;
+  const bool active = j < s.spans && c < b.width && j * kQ < high && (j + 1) * kQ > low;
   const uint32_t ends = active ? runs.ends[j] : 0;
   C kept[kQ];
   Stat head = Op::Identity(), tail = Op::Identity();
@@ -389,7 +389,7 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
   if (own_first < own_last) staged.Write(run, s, b, run.Output<T>(b.o), own_first, own_last);
 }
 
-// Writes the rows of long runs, from the totals in the slots. A block takes every gridDim-th tile and slab, at most
+// Writes the rows of long runs, from the totals in the slots. A block takes every gridDim-th tile and column tile, at most
 // kTileThreads of them. One thread per tile searches for such rows. Most launches have none; the others have them in
 // adjacent tiles. kRows: layout of the rows.
 template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 2)

@@ -33,14 +33,15 @@ static_assert(sizeof(WalkShape) == 72);
 
 // True if the run that starts in this tile and ends at `end` is long.
 __device__ __forceinline__ bool GoesOnLong(const SegmentRun& run, uint32_t end, uint32_t key) {
-  return end + run.reach < run.positions && run.Key(end + run.reach) == key;
+  return end + run.lookahead < run.positions && run.Key(end + run.lookahead) == key;
 }
 
 // Whether the run that continues into the tile at `begin` is long. `first`: end of the tile in which the run begins.
 __device__ __forceinline__ bool ComesInLong(const SegmentRun& run, uint32_t begin, uint32_t key) {
   uint32_t first = begin;
-  while (begin - first < run.reach && first > run.places && run.Key(first - run.places - 1) == key) first -= run.places;
-  return begin - first >= run.reach || GoesOnLong(run, first, key);
+  while (begin - first < run.lookahead && first > run.places && run.Key(first - run.places - 1) == key)
+    first -= run.places;
+  return begin - first >= run.lookahead || GoesOnLong(run, first, key);
 }
 
 // A warp's window on the keys: the keys of 32 places, one per lane, and a bit mask of the places that begin a run. The
@@ -86,7 +87,7 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
   };
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWalkWarps + threadIdx.x / kWarp;
   if (warp >= s.warps) return;
-  const uint32_t lane = threadIdx.x % kWarp, places = run.places, reach = run.reach;
+  const uint32_t lane = threadIdx.x % kWarp, places = run.places, lookahead = run.lookahead;
   const int64_t item = s.by_strips.Div(warp), o = s.by_groups.Div(item);
   const uint32_t groups = static_cast<uint32_t>(s.by_groups.divisor), group = static_cast<uint32_t>(item - o * groups);
   const int lanes = 1 << s.log_lanes, rows_at_once = kWarp >> s.log_lanes, batch = kUnroll * rows_at_once;
@@ -165,15 +166,15 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
     for (; first < end; first = stop) {
       const uint32_t key = __shfl_sync(~0u, window.key, first - window.first);
       const bool dropped = key >= run.dropped, comes_in = first == begin && !(window.starts & 1);
-      // Find the end of the run, or that it is beyond the reach.
-      const uint32_t far = dropped || comes_in ? end : end + reach;
+      // Find the end of the run, or that it is beyond the lookahead.
+      const uint32_t far = dropped || comes_in ? end : end + lookahead;
       uint32_t behind = window.starts & ~((2u << (first - window.first)) - 1);
       while (!behind && window.first + kWarp <= far) {
         window.Advance(run);
         behind = window.starts;
       }
       stop = behind ? window.first + __ffs(behind) - 1 : far + 1;
-      const bool open = stop > end + reach;
+      const bool open = stop > end + lookahead;
       if (dropped || comes_in || open) stop = min(stop, end);
       bool is_part = open;
       int tail = 1;

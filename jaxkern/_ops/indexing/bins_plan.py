@@ -11,7 +11,7 @@ from jaxkern._ops.indexing.sort import bits_for, digits, radix_sort
 BIN_SHAPE = Params("indexing/bins.cuh", "BinShape")
 FEW_UPDATES = 16384  # few enough that every block may read all indices
 BIN_BITS, BINS, WIDE_BINS, FEW_BINS, BIN_WINDOW = 11, 1 << 11, 16384, 32, 16
-BIN_THREADS, WIDE_THREADS, BIN_WARPS, WINDOW_THREADS, WINDOW_EACH, STRETCH_THREADS = 256, 128, 8, 768, 16, 512
+BIN_THREADS, WIDE_THREADS, BIN_WARPS, WINDOW_THREADS, WINDOW_EACH, SPAN_THREADS = 256, 128, 8, 768, 16, 512
 
 
 def bin_chunk(positions, bins) -> int:
@@ -65,7 +65,7 @@ def narrow(p, run, fills, aligned, scratch):
         slices=slices,
         bins=rows,
         copies=copies,
-        stretches=0,
+        spans=0,
         fill_after=0,
         fill=FILL_SHAPE.empty,
     )
@@ -109,7 +109,7 @@ def narrow_sorted(p, run, fills, scratch, template):
         slices=1,
         bins=0,
         copies=BIN_WARPS,
-        stretches=(1 << run.sorted_bits) - 1,
+        spans=(1 << run.sorted_bits) - 1,
         fill_after=chunks,
         fill=fill,
     )
@@ -123,5 +123,5 @@ def narrow_sorted(p, run, fills, scratch, template):
         )
     )
     if chunks > 1:
-        steps.append(step(f"BinStretches<{template}>", [run.struct(), shape], chunks, STRETCH_THREADS))
+        steps.append(step(f"BinSpans<{template}>", [run.struct(), shape], chunks, SPAN_THREADS))
     return steps

@@ -11,18 +11,18 @@ from jaxkern._ops.indexing.problem import REDUCTIONS, WARP, Run, kernel, power_o
 from jaxkern._ops.indexing.sort import sorted_into, source_rows
 
 REDUCE_SHAPE, FIXUP_SHAPE = Params("indexing/reduce.cuh", "ReduceShape"), Params("indexing/reduce.cuh", "FixupShape")
-BAND_SHAPE = Params("indexing/gaps.cuh", "BandShape")
+RANGE_SHAPE = Params("indexing/gaps.cuh", "RangeShape")
 NARROW_TILE, TILE_SHAPE = Params("indexing/narrow_rows.cuh", "NarrowTile"), Params("indexing/tiles.cuh", "TileShape")
 NARROW_INNER = 8  # the longest row, in elements, for narrow_rows.cuh
 REDUCE_THREADS, DESCRIBE_THREADS, KEYS_WRITTEN = 128, 128, 16
 NARROW_THREADS, TILE_THREADS = 256, 256
-TILE_PLACES, TILE_BYTES, TILE_REACH, TILE_PACKS = 2048, 45000, 32, 16
+TILE_PLACES, TILE_BYTES, TILE_LOOKAHEAD, TILE_PACKS = 2048, 45000, 32, 16
 
 
 def reduces_tiles(algorithm, p) -> bool:
     if algorithm != "sorted" or p.batch != 1 or p.inner > 2**31 - 1:
         return False
-    # Slabs of long rows are faster if elements are too small to be loaded one by one.
+    # Column tiles of long rows are faster if elements are too small to be loaded one by one.
     odd = p.row_bytes % 16 != 0 and (p.row_bytes <= 512 or p.size < 4)
     return p.inner <= NARROW_INNER or odd
 
@@ -59,32 +59,32 @@ class Tile(typing.NamedTuple):
     """Positions, columns, and elements from one position to the next, of a tile of tiles.cuh."""
 
     places: int
-    slab: int
+    columns: int
     pitch: int
 
 
 def tile_of(inner, size) -> Tile:
-    n, slab, pitch = 16 // size, inner, inner
+    n, column_tile, pitch = 16 // size, inner, inner
     if inner * size > 512:
-        # Slabs of equal width that TILE_PACKS vectors hold, wherever they begin. From one position to the next the
-        # vectors of a slab shift as the vectors of source do, and the vectors of two positions never overlap.
-        slab = ceil_div(inner, ceil_div(inner, (TILE_PACKS - 1) * n + 1))
-        pitch = slab + 2 * n - 2
+        # Column tiles of equal width that TILE_PACKS vectors hold, wherever they begin. From one position to the next the
+        # vectors of a column tile shift as the vectors of source do, and the vectors of two positions never overlap.
+        column_tile = ceil_div(inner, ceil_div(inner, (TILE_PACKS - 1) * n + 1))
+        pitch = column_tile + 2 * n - 2
         while pitch % n != inner % n:
             pitch += 1
-    return Tile(min(TILE_PLACES, (TILE_BYTES - 512) // (pitch * size + 7)), slab, pitch)  # keys, ends of runs
+    return Tile(min(TILE_PLACES, (TILE_BYTES - 512) // (pitch * size + 7)), column_tile, pitch)  # keys, ends of runs
 
 
 def tile_places(p) -> int:
     """The number of positions of a tile such that tiles of about equal length fill whole waves."""
     wave, least, tile = 640, 256, tile_of(p.inner, p.size)
-    wave = max(wave // (p.outer * ceil_div(p.inner, tile.slab)), 1)
+    wave = max(wave // (p.outer * ceil_div(p.inner, tile.columns)), 1)
     tiles = ceil_div(ceil_div(p.positions, tile.places), wave) * wave
     return min(max(ceil_div(p.positions, tiles), min(least, tile.places)), tile.places)
 
 
-def narrow_stretch(size) -> int:
-    return 9 if size == 8 else 17  # NarrowStretch
+def narrow_span(size) -> int:
+    return 9 if size == 8 else 17  # NarrowSpan
 
 
 def reduced(algorithm, p, run, buffers, fills, aligned, scratch):
@@ -95,7 +95,7 @@ def reduced(algorithm, p, run, buffers, fills, aligned, scratch):
     if tiles:
         run = run.replace(chunk=tile_places(p))
     elif narrow_rows:
-        run = run.replace(chunk=256 // p.inner * narrow_stretch(p.size))
+        run = run.replace(chunk=256 // p.inner * narrow_span(p.size))
     else:
         run = run.replace(chunk=chunk_of(p))
     chunks = ceil_div(positions, run.chunk)
@@ -158,8 +158,8 @@ class Shape(typing.NamedTuple):
     vectors: int
     threads: int
     blocks: int
-    reach: int
-    bands: launch.Struct
+    lookahead: int
+    ranges: launch.Struct
 
     @property
     def chunks(self) -> int:
@@ -169,46 +169,46 @@ class Shape(typing.NamedTuple):
         return REDUCE_SHAPE(
             chunk=self.run.chunk,
             chunks=self.chunks,
-            reach=self.reach,
+            lookahead=self.lookahead,
             vectors=self.vectors,
             by_vectors=self.vectors,
             by_chunks=self.chunks,
             threads=self.threads,
             blocks=self.blocks,
-            bands=self.bands,
+            ranges=self.ranges,
         )
 
 
-def band_shape(run, vectors, size, gaps):
-    """(BandShape, warps) for rows of `vectors` of `size` bytes; gaps: no other thread compares neighbouring keys."""
+def range_shape(run, vectors, size, gaps):
+    """(RangeShape, warps) for rows of `vectors` of `size` bytes; gaps: no other thread compares neighbouring keys."""
     part, positions = run.indices.part, run.indices.positions
     # If most rows receive updates, a warp can check more rows and positions.
     dense = positions >= run.indices.dropped
-    slab_bytes, most = 64 * 1024, 256
+    tile_bytes, most = 64 * 1024, 256
     rows = power_of_two((16 if dense else 8) * 1024 // (vectors * size), 1, most)
-    slab = slab_bytes // size if vectors * size > 2 * slab_bytes else vectors
-    slabs, slice_bands = ceil_div(vectors, slab), ceil_div(part.rows, rows)
-    bands = part.batch * slice_bands
-    stretch = stretches = gap_warps = 0
+    column_tile = tile_bytes // size if vectors * size > 2 * tile_bytes else vectors
+    column_tiles, slice_ranges = ceil_div(vectors, column_tile), ceil_div(part.rows, rows)
+    ranges = part.batch * slice_ranges
+    span = spans = gap_warps = 0
     if gaps and rows > 1:
-        stretch = 4 * WARP if dense else WARP
-        stretches = (positions + stretch) // stretch  # plus one for the end of the positions
-        gap_warps = run.outer * stretches * slabs
-    warps = run.outer * bands * slabs + gap_warps
-    shape = BAND_SHAPE(
+        span = 4 * WARP if dense else WARP
+        spans = (positions + span) // span  # plus one for the end of the positions
+        gap_warps = run.outer * spans * column_tiles
+    warps = run.outer * ranges * column_tiles + gap_warps
+    shape = RANGE_SHAPE(
         rows=rows,
-        bands=bands,
-        slice_bands=slice_bands,
-        slab=slab,
-        slabs=slabs,
-        stretches=stretches,
-        stretch=stretch,
+        ranges=ranges,
+        slice_ranges=slice_ranges,
+        column_tile=column_tile,
+        column_tiles=column_tiles,
+        spans=spans,
+        span=span,
         gap_warps=gap_warps,
         warps=warps,
-        by_slabs=slabs,
-        by_bands=bands,
-        by_slice=slice_bands,
-        by_stretches=max(stretches, 1),
+        by_column_tiles=column_tiles,
+        by_ranges=ranges,
+        by_slice=slice_ranges,
+        by_spans=max(spans, 1),
     )
     return shape, warps
 
@@ -219,8 +219,8 @@ def chunked(p, run, fills, aligned):
     per_thread = 1 if whole else 4
     vectors, chunks = ceil_div(p.inner // n, per_thread), ceil_div(run.indices.positions, run.chunk)
     threads = p.outer * chunks * vectors
-    bands, warps = band_shape(run, p.inner // n, n * p.size, True) if fills else (BAND_SHAPE.empty, 0)
-    shape = Shape(run, vectors, threads, ceil_div(threads, REDUCE_THREADS), 0, bands)
+    ranges, warps = range_shape(run, p.inner // n, n * p.size, True) if fills else (RANGE_SHAPE.empty, 0)
+    shape = Shape(run, vectors, threads, ceil_div(threads, REDUCE_THREADS), 0, ranges)
     # Larger elements in whole vectors have 4 positions in flight, rows of partial vectors 8.
     rows = 4 if whole and (p.size > 2 or (REDUCTIONS[p.op] == "kSum" and in_flight(p) == 4)) else 8
     keys_aligned = aligned and all(b is null or b.offset % 16 == 0 for b in (run.keys, run.order))
@@ -231,8 +231,8 @@ def chunked(p, run, fills, aligned):
 
 def narrow_reduced(p, run, fills):
     chunks, n = ceil_div(run.indices.positions, run.chunk), 16 // p.size
-    bands, warps = band_shape(run, p.inner, p.size, False) if fills else (BAND_SHAPE.empty, 0)
-    shape = Shape(run, p.inner, 0, p.outer * chunks, 0, bands)
+    ranges, warps = range_shape(run, p.inner, p.size, False) if fills else (RANGE_SHAPE.empty, 0)
+    shape = Shape(run, p.inner, 0, p.outer * chunks, 0, ranges)
     values = (run.chunk * p.inner + 2 * n) // n * n
     shared = values * p.sum_bytes + NARROW_THREADS * (p.sum_bytes + 4) + (run.chunk + 2) * 4 + run.chunk * 2
     blocks = shape.blocks + ceil_div(warps, NARROW_THREADS // WARP)
@@ -251,21 +251,21 @@ def narrow_reduced(p, run, fills):
 
 def tiled(p, run, fills):
     places, n, tile = run.chunk, 16 // p.size, tile_of(p.inner, p.size)
-    slabs, chunks = ceil_div(p.inner, tile.slab), ceil_div(run.indices.positions, run.chunk)
+    column_tiles, chunks = ceil_div(p.inner, tile.columns), ceil_div(run.indices.positions, run.chunk)
     values = (places * tile.pitch + 3 * n) // n * n
     each = next((e for e in (8, 4, 2) if places > e // 2 * TILE_THREADS), 1)
-    bands, warps = band_shape(run, p.inner, p.size, False) if fills else (BAND_SHAPE.empty, 0)
-    shape = Shape(run, 1, 0, p.outer * chunks * slabs, TILE_REACH, bands)
+    ranges, warps = range_shape(run, p.inner, p.size, False) if fills else (RANGE_SHAPE.empty, 0)
+    shape = Shape(run, 1, 0, p.outer * chunks * column_tiles, TILE_LOOKAHEAD, ranges)
     tile = TILE_SHAPE(
-        slab=tile.slab,
+        columns=tile.columns,
         pitch=tile.pitch,
-        slabs=slabs,
-        by_slabs=slabs,
-        by_columns=tile.slab,
+        column_tiles=column_tiles,
+        by_column_tiles=column_tiles,
+        by_columns=tile.columns,
         values=values,
         each=each,
     )
-    shared = values * p.size + (places + TILE_REACH + 5) * 4 + (places + 1) * 2
+    shared = values * p.size + (places + TILE_LOOKAHEAD + 5) * 4 + (places + 1) * 2
     blocks = shape.blocks + ceil_div(warps, TILE_THREADS // WARP)
     return [
         kernel(
@@ -292,9 +292,9 @@ def fixup(p, shape):
     wide = p.inner % n == 0
     vectors = p.inner // n if wide else p.inner
     lanes = FIXUP_LANES if vectors >= 5 else 4 if vectors >= 3 else vectors
-    slabs, pieces = ceil_div(vectors, lanes), ceil_div(chunks, FIXUP_CHUNKS)
+    column_tiles, pieces = ceil_div(vectors, lanes), ceil_div(chunks, FIXUP_CHUNKS)
     # One wave of blocks; most find nothing to do.
-    each = min(ceil_div(pieces * slabs * p.outer, 512), pieces) * FIXUP_CHUNKS
+    each = min(ceil_div(pieces * column_tiles * p.outer, 512), pieces) * FIXUP_CHUNKS
     step = ceil_div(chunks, each)
     # If the longest run would make one warp wait for memory more than 24 times.
     grouped = chunks > 24 * (8 if wide else 16) * WARP // lanes
@@ -311,13 +311,13 @@ def fixup(p, shape):
                 HEAD_THREADS,
             )
         )
-    fix = FIXUP_SHAPE(lanes=lanes, chunks=each, step=step, slabs=slabs, grouped=grouped)
+    fix = FIXUP_SHAPE(lanes=lanes, chunks=each, step=step, column_tiles=column_tiles, grouped=grouped)
     steps.append(
         kernel(
             "reduce",
             f"ReduceFixup<{template}, {n if wide else 1}>",
             [run.struct(), shape.struct(), fix],
-            slabs * step * p.outer,
+            column_tiles * step * p.outer,
             FIXUP_THREADS,
         )
     )

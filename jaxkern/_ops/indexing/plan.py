@@ -172,8 +172,8 @@ def small(p, run, fills, aligned):
     ):
         # No more warps than run at once, so that they load little too early.
         each = next(e for e in (1, 2, 4) if e == SMALL_VECTORS or ceil_div(vectors, WARP * e) * count <= 2048)
-        slabs = ceil_div(vectors, WARP * each)
-        if slabs * count <= 4096:
+        column_tiles = ceil_div(vectors, WARP * each)
+        if column_tiles * count <= 4096:
             words = 4 if count <= 4 * WARP else 32
             args = struct(
                 run.indices.buffer,
@@ -186,22 +186,24 @@ def small(p, run, fills, aligned):
                 u32(count | each << 16),
             )
             return [
-                kernel("small", f"SmallSums<{dtype}, {n}, {words}>", [args], (slabs, groups), 256, shared(words, 0))
+                kernel(
+                    "small", f"SmallSums<{dtype}, {n}, {words}>", [args], (column_tiles, groups), 256, shared(words, 0)
+                )
             ]
     each = 1
     while each < SMALL_VECTORS and vectors * positions * p.outer > WARP * each * 4096 and vectors > WARP * each:
         each *= 2
-    slabs, words = ceil_div(vectors, WARP * each), ceil_div(count, WARP)
-    blocks = slabs * groups * run.indices.part.batch * p.outer
+    column_tiles, words = ceil_div(vectors, WARP * each), ceil_div(count, WARP)
+    blocks = column_tiles * groups * run.indices.part.batch * p.outer
     fill, fill_blocks = (
         fill_shape(run.indices.dropped, p.outer, vectors, n * p.size) if fills else (FILL_SHAPE.empty, 0)
     )
     shape = SMALL_SHAPE(
         vectors=vectors,
-        slabs=slabs,
+        column_tiles=column_tiles,
         each=each,
         groups=groups,
-        by_slabs=slabs,
+        by_column_tiles=column_tiles,
         by_groups=groups,
         words=words,
         fill_after=blocks,

@@ -200,9 +200,16 @@ def power_of_two(n, least, most) -> int:
 def fill_shape(keys, outer, vectors, size):
     """(FillShape, blocks) for rows of `vectors` of `size` bytes."""
     tile, most = 64 * 1024, 1024
-    slab = tile // size if vectors * size > 2 * tile else vectors
-    slabs, rows = ceil_div(vectors, slab), min(max(tile // (slab * size), 1), most)
+    column_tile = tile // size if vectors * size > 2 * tile else vectors
+    column_tiles, rows = ceil_div(vectors, column_tile), min(max(tile // (column_tile * size), 1), most)
     row_tiles = ceil_div(keys, rows)
-    blocks = row_tiles * slabs * outer
-    shape = FILL_SHAPE(rows=rows, vectors=slab, slabs=slabs, row_tiles=row_tiles, by_vectors=slab, blocks=blocks)
+    blocks = row_tiles * column_tiles * outer
+    shape = FILL_SHAPE(
+        rows=rows,
+        vectors=column_tile,
+        column_tiles=column_tiles,
+        row_tiles=row_tiles,
+        by_vectors=column_tile,
+        blocks=blocks,
+    )
     return shape, blocks

@@ -80,17 +80,17 @@ def most_slices(problem: Problem) -> int:
 
 
 class Cut(typing.NamedTuple):
-    """Tiles of `places` that follow a run for up to `reach` places after them: a run that ends later is long."""
+    """Tiles of `places` that follow a run for up to `lookahead` places after them: a run that ends later is long."""
 
     walk: bool
     places: int
-    reach: int
+    lookahead: int
 
 
 class Tile(typing.NamedTuple):
-    columns: int  # of a slab: whole rows of up to 16 elements, else vectors of 16 bytes
-    slabs: int
-    stretches: int  # side by side in a block
+    columns: int  # of a column tile: whole rows of up to 16 elements, else vectors of 16 bytes
+    column_tiles: int
+    spans: int  # side by side in a block
 
 
 def _tile(inner, itemsize) -> Tile:
@@ -101,8 +101,8 @@ def _tile(inner, itemsize) -> Tile:
     return Tile(columns, ceil_div(inner, columns), TILE_THREADS // columns)
 
 
-def _stretch(itemsize):
-    """TileStretch() of tiles.cuh."""
+def _span(itemsize):
+    """TileSpan() of tiles.cuh."""
     return 15 if itemsize == 8 else 31
 
 
@@ -117,18 +117,18 @@ def cut_of(p: Problem) -> Cut:
     rows_at_once = 32 // _lanes(ceil_div(row_bytes, 16))
     # A segment costs a warp as much as its rows do if they are taken in fewer than two steps.
     if row_bytes < 16 or p.count < 2 * rows_at_once * p.rows:
-        stretches = _tile(p.inner, p.itemsize).stretches
-        places = stretches - stretches // 3
-        return Cut(False, places * _stretch(p.itemsize), (stretches - places) * _stretch(p.itemsize))
+        spans = _tile(p.inner, p.itemsize).spans
+        places = spans - spans // 3
+        return Cut(False, places * _span(p.itemsize), (spans - places) * _span(p.itemsize))
     # About 8000 warps, if there is work for so many; one segment may keep a warp busy half as long as all work takes.
     work = p.count * p.outer * ceil_div(row_bytes, 128)
-    places, reach = 32, 64
+    places, lookahead = 32, 64
     while places < 128 and places * 2 * 8192 <= work:
         places *= 2
-    while reach < 1024 and reach * 2 * 4096 <= work:
-        reach *= 2
+    while lookahead < 1024 and lookahead * 2 * 4096 <= work:
+        lookahead *= 2
     # Not a power of two: tiles that are walked side by side must not all lie in the same memory channels.
-    return Cut(True, places + 16, reach)
+    return Cut(True, places + 16, lookahead)
 
 
 def _most_blocks(p: Problem) -> int:
@@ -168,7 +168,7 @@ def _plan(op, numbers, device, operands, rows, rules):
     p = problem_of(x, rows, rules.axis, rules.batch_dims)
     op = f"jaxkern::{op}<{cuda_type(x.dtype)}>"
     cut, positions = cut_of(p), p.batch * p.count
-    tiles, long = ceil_div(positions, cut.places), positions > cut.places + cut.reach
+    tiles, long = ceil_div(positions, cut.places), positions > cut.places + cut.lookahead
     scratch = 2 * tiles * p.outer * p.inner * numbers * max(itemsize, 4) if long else 0
     extra = (p.outer - 1) * p.count if p.batch > 1 else 0
     run = RUN(
@@ -183,17 +183,17 @@ def _plan(op, numbers, device, operands, rows, rules):
         positions=positions,
         dropped=p.batch * p.rows,
         places=cut.places,
-        reach=cut.reach,
+        lookahead=cut.lookahead,
         tiles=tiles,
         by_count=p.count,
     )
 
-    slabs, groups = ceil_div(p.inner, JOIN_COLUMNS), ceil_div(tiles, JOIN_TILES)
+    column_tiles, groups = ceil_div(p.inner, JOIN_COLUMNS), ceil_div(tiles, JOIN_TILES)
     join = launch.Launch(
         "segment_softmax/join.cuh",
         f"SegmentJoin<{op}>",
-        [run, launch.i64(slabs), launch.i64(groups)],
-        grid=p.outer * groups * slabs,
+        [run, launch.i64(column_tiles), launch.i64(groups)],
+        grid=p.outer * groups * column_tiles,
         block=JOIN_THREADS,
     )
     kernels = _walk if cut.walk else _tiles
@@ -244,23 +244,23 @@ def _walk(op, inputs, p, run, tiles, join, whole, contiguous, device):
 
 
 def _tiles(op, inputs, p, run, tiles, join, whole, contiguous, device):
-    tile, n, stretch = _tile(p.inner, p.itemsize), 16 // p.itemsize, _stretch(p.itemsize)
+    tile, n, span = _tile(p.inner, p.itemsize), 16 // p.itemsize, _span(p.itemsize)
     vectors = whole and tile.columns % n == 0
-    contiguous = contiguous and tile.slabs == 1  # whose kernel copes with any alignment
+    contiguous = contiguous and tile.column_tiles == 1  # whose kernel copes with any alignment
     rows = "kContiguous" if contiguous else "kVectors" if vectors else "kElements"
-    held = (tile.stretches * stretch * tile.columns + 2 * n) // n * n
+    held = (tile.spans * span * tile.columns + 2 * n) // n * n
     shape = TILE_SHAPE(
         columns=tile.columns,
-        slabs=tile.slabs,
-        stretches=tile.stretches,
+        column_tiles=tile.column_tiles,
+        spans=tile.spans,
         held=held,
-        by_slabs=tile.slabs,
+        by_column_tiles=tile.column_tiles,
         by_tiles=tiles,
         by_columns=tile.columns,
-        by_stretches=tile.stretches,
+        by_spans=tile.spans,
         by_parts=tile.columns // n if rows == "kVectors" else tile.columns,
     )
-    blocks, shared = p.outer * tiles * tile.slabs, inputs * held * max(p.itemsize, 4)
+    blocks, shared = p.outer * tiles * tile.column_tiles, inputs * held * max(p.itemsize, 4)
 
     def kernel(name, grid, *args):
         return launch.Launch(
