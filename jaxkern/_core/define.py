@@ -268,7 +268,8 @@ def _groups(full, part, stride):
     return ([] if len(groups) == 1 and groups[0][1] == 0 else groups), stride
 
 
-def _index_map(groups) -> launch.Struct:
+def index_map(groups) -> launch.Struct:
+    """IndexMap of runs of dimensions, innermost first: [(size, stride)]."""
     sizes = [fast_divmod(n if k + 1 < len(groups) else 1) for k, (n, _) in enumerate(groups)]
     strides = [launch.i64(s) for _, s in groups]
     return launch.struct(
@@ -284,7 +285,7 @@ def broadcast_view(full, part, axis: int) -> launch.Struct | None:
     axis_stride = 0 if part[axis] == 1 else stride
     outer, _ = _groups(full[:axis], part[:axis], stride * part[axis])
     fits = all(len(g) <= MAP_RANK and all(n < 1 << 32 for n, _ in g[:-1]) for g in (inner, outer))
-    return launch.struct(_index_map(outer), launch.i64(axis_stride), _index_map(inner)) if fits else None
+    return launch.struct(index_map(outer), launch.i64(axis_stride), index_map(inner)) if fits else None
 
 
-EMPTY_VIEW = launch.struct(_index_map([]), launch.i64(0), _index_map([]))
+EMPTY_VIEW = launch.struct(index_map([]), launch.i64(0), index_map([]))

@@ -127,7 +127,7 @@ class Flat:
         self.label, self.steps, self._calls = label, [], []
         self.operands = [self._value(v.aval) for v in closed.jaxpr.invars]
         self.results = self._inline(closed.jaxpr, map(self._constant, closed.consts), self.operands)
-        self._remove_unused()
+        self.remove_unused()
 
     def _value(self, aval):
         return Value(aval, tuple(None if is_one(n) else Dim(n) for n in aval.shape))
@@ -158,14 +158,14 @@ class Flat:
             return results
         if references.get(e.primitive) is not None:
             reference = references[e.primitive]
-            return self._inlined(e, operands, lambda *xs: jax.tree.leaves(reference(*xs, **e.params)))
+            return self.inlined(e, operands, lambda *xs: jax.tree.leaves(reference(*xs, **e.params)))
         if name == "cond":
             return self._cond(e, operands)
         if name in ("empty", "empty2"):  # where a branch of `cond` leaves no residual
-            return self._inlined(e, operands, lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in e.outvars])
+            return self.inlined(e, operands, lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in e.outvars])
         rewritten = self.rewritten(e, operands)
         if rewritten is not None:
-            return self._inlined(e, *rewritten)
+            return self.inlined(e, *rewritten)
         if name in _SAME:
             return operands if len(operands) == len(e.outvars) else operands[-1:]
         results = [self._value(v.aval) for v in e.outvars]
@@ -186,7 +186,7 @@ class Flat:
         """(operands, function in jnp of them) that stand for an equation; None if the equation stays as it is."""
         return None
 
-    def _inlined(self, e, operands, f) -> list:
+    def inlined(self, e, operands, f) -> list:
         """The results of f, a function in jnp, in place of the equation."""
         closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands))
         outer, self._origin = self._origin, self._origin or e
@@ -205,7 +205,7 @@ class Flat:
             self.steps.append(Step("select", [index, *cases], [result], e, {}))
         return results
 
-    def _remove_unused(self):
+    def remove_unused(self):
         needed, kept = {v for v in self.results if isinstance(v, Value)}, []
         for step in reversed(self.steps):
             if needed.intersection(step.results):
@@ -218,7 +218,7 @@ class Flat:
 
     def _unite(self):
         for step in self.steps:
-            self._unite_step(step)
+            self.unite_step(step)
         values = {v for s in self.steps for v in (*s.operands, *s.results)}.union(self.operands)
         for v in values:
             if isinstance(v, Value):
@@ -232,7 +232,7 @@ class Flat:
         """Called for a result of a step that has a dimension twice."""
         self.fail(step, "whose result has two dimensions that must be equal elsewhere")
 
-    def _unite_step(self, step):
+    def unite_step(self, step):
         name, out, params = step.name, step.result, step.params
         unite = lambda pairs: [a.unite(b) for a, b in pairs if a is not None and b is not None]
         arrays = [v for v in step.operands if v.aval.shape]

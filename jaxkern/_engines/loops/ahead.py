@@ -113,7 +113,7 @@ def _part(program, carries, results, steps, dims, stored, read=(), before=0) -> 
     place = {k: at for at, k in enumerate(results)}
     part.accumulators = {place[k]: v for k, v in program.accumulators.items() if k in place}
     part.sums = {place[k]: v for k, v in program.sums.items() if k in place}
-    part._remove_unused()
+    part.remove_unused()
     given += [len(program.operands) + before + j for j in range(len(read))]
     return Part(part, tuple(given), tuple(results))
 

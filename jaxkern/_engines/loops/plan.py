@@ -134,8 +134,8 @@ def arguments(core, maps, lanes, length):
         launch.null,
         *(launch.result(len(core.carries) + k) for k in range(len(core.ys))),
         launch.null,
-        *map(define._index_map, maps),
-        define._index_map([]),
+        *map(define.index_map, maps),
+        define.index_map([]),
         i64(lanes),
         i64(length),
     )

@@ -42,8 +42,8 @@ def plan(device, core, length, reverse):
         launch.null,
         *(launch.result(k) for k in range(len(program.results))),
         launch.null,
-        *map(define._index_map, writer.maps),
-        define._index_map([]),
+        *map(define.index_map, writer.maps),
+        define.index_map([]),
         i64(lanes),
         i64(length),
     )

@@ -73,7 +73,7 @@ class Program(Flat):
         for step in self.steps if reduces else ():
             self._moved += [(d, step) for d in self.over(step) if d.size <= parts.MOST]
         parts.split(self, self._moved)
-        self._remove_unused()
+        self.remove_unused()
         self._find_lanes()
         self._find_accumulators()
 
@@ -90,7 +90,7 @@ class Program(Flat):
         for v in (*self.operands, *self.results):
             if not pairs.is_complex(v.aval.dtype):
                 check_dtype(self.label, v.aval.dtype)
-        self._remove_unused()
+        self.remove_unused()
         carries = zip(self.carries, self.results)
         for a, b in carries:
             for d, e in zip(a.dims, b.dims):
@@ -167,18 +167,18 @@ class Program(Flat):
         xs, ys = operands[num_consts + num_carry :], [None] * length
         for t in range(length)[:: -1 if e.params["reverse"] else 1]:
             element = lambda x, t=t: lax.index_in_dim(x, t, 0, False)
-            elements = [self._inlined(e, [x], element)[0] for x in xs]
+            elements = [self.inlined(e, [x], element)[0] for x in xs]
             results = self._called(e, closed, [*consts, *carry, *elements])
             carry, ys[t] = results[:num_carry], results[num_carry:]
         together = lambda *ys: lax.concatenate([lax.expand_dims(y, (0,)) for y in ys], 0)
         empty = [v.aval for v in e.outvars[num_carry:]] if not length else []
-        ys = [self._inlined(e, list(y), together)[0] for y in zip(*ys)]
-        ys += [self._inlined(e, [], lambda a=a: jnp.zeros(a.shape, a.dtype))[0] for a in empty]
+        ys = [self.inlined(e, list(y), together)[0] for y in zip(*ys)]
+        ys += [self.inlined(e, [], lambda a=a: jnp.zeros(a.shape, a.dtype))[0] for a in empty]
         return [*carry, *ys]
 
-    def _unite_step(self, step):
+    def unite_step(self, step):
         if step.name not in parts.MOVES:
-            super()._unite_step(step)
+            super().unite_step(step)
             return
         unite = lambda pairs: [a.unite(b) for a, b in pairs if a is not None and b is not None]
         self._moved += [(d, step) for d in parts.unite(step, unite)]

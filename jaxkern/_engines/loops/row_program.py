@@ -70,8 +70,8 @@ class RowProgram(Program):
     def computes(self, dtype, equation) -> bool:
         return not pairs.is_complex(dtype) and super().computes(dtype, equation)
 
-    def _unite_step(self, step):
-        Flat._unite_step(self, step)
+    def unite_step(self, step):
+        Flat.unite_step(self, step)
 
     def _doubled(self, step, v):
         pass

@@ -73,7 +73,7 @@ class WhileProgram(Program):
         self.results = [*results, condition]
         for v in (*self.operands, *self.results):
             check_dtype(label, v.aval.dtype)
-        self._remove_unused()
+        self.remove_unused()
         for carry, result in zip(carries, results):
             for dims in (whole.dims, result.dims):  # conditions of several loops have the first dimensions of carries
                 for d, e in zip(carry.dims, dims):
@@ -87,10 +87,10 @@ class WhileProgram(Program):
         *self.result_parts, own = self.result_parts
         if own is not None:
             raise Unsupported(f"{label} joins conditions along a dimension in which the body moves data")
-        self._remove_unused()
+        self.remove_unused()
         if joined:
             self._check_kept()
-            self._remove_unused()
+            self.remove_unused()
         self._find_lanes()
         self._find_accumulators()
         self.condition = self.results.pop()
@@ -103,8 +103,8 @@ class WhileProgram(Program):
             return operands
         return super()._equation(e, operands)
 
-    def _remove_unused(self):
-        super()._remove_unused()
+    def remove_unused(self):
+        super().remove_unused()
         self.used = tuple(k for k in self.used if self.operands.index(self.operands[k]) == k)
 
     def _of_lanes(self, whole):
@@ -124,9 +124,9 @@ class WhileProgram(Program):
         if not joined:
             return whole, False
         for step in passed:  # which are no part of the program, but relate dimensions
-            self._unite_step(step)
+            self.unite_step(step)
         if negated and isinstance(condition, Value):
-            (condition,) = self._inlined(passed[0].equation, [condition], lambda x: [jnp.logical_not(x)])
+            (condition,) = self.inlined(passed[0].equation, [condition], lambda x: [jnp.logical_not(x)])
         return condition, True
 
     # ---- lanes that are done

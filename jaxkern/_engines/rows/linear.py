@@ -136,10 +136,10 @@ def _rewrite(program, step, terms, stage):
 
     at = program.steps.index(step)
     before, after, program.steps = program.steps[:at], program.steps[at + 1 :], []
-    (total,) = program._inlined(step.equation, [*values, *numbers], f)
+    (total,) = program.inlined(step.equation, [*values, *numbers], f)
     for s in program.steps:
         s.stage = stage if s.name == "reduce_sum" else 0
-        program._unite_step(s)
+        program.unite_step(s)
     for s in program.steps:
         for v in s.results:
             v.dims = tuple(d and d.same() for d in v.dims)

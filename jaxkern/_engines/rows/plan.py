@@ -356,11 +356,11 @@ def _stride(value, dim) -> int:
 
 def _map(program, value):
     """IndexMap from the index of a row to the offset of an array's row."""
-    return define._index_map(program.groups(value))
+    return define.index_map(program.groups(value))
 
 
 def _map_of_index(program, dim):
-    return define._index_map(merged((d.size, int(d is dim)) for d in reversed(program.others)))
+    return define.index_map(merged((d.size, int(d is dim)) for d in reversed(program.others)))
 
 
-EMPTY_MAP = define._index_map([])
+EMPTY_MAP = define.index_map([])

@@ -187,7 +187,7 @@ def written(p: Problem, device) -> str:
 # ---- launches
 
 
-class _Epilogue(typing.NamedTuple):
+class Epilogue(typing.NamedTuple):
     """A function before the store."""
 
     source: str
@@ -196,7 +196,7 @@ class _Epilogue(typing.NamedTuple):
     header: str = "norm/epilogue.cuh"
 
 
-class _Norm(typing.NamedTuple):
+class Norm(typing.NamedTuple):
     """A problem with what its kernels are given."""
 
     p: Problem
@@ -260,7 +260,7 @@ def _stage_bytes(p: Problem, packs: int, threads: int, group: int) -> int:
     return threads // group * sum(16 * (ceil_div(p.width * size, 16) + 1) for size in sizes)
 
 
-def _layout(p: Problem, algorithm: str, device) -> tuple[int, int, int]:
+def layout_of(p: Problem, algorithm: str, device) -> tuple[int, int, int]:
     """(lanes per row or 0, vectors per thread, threads of a block)."""
     if algorithm == "block":
         held = _held(p, device)
@@ -271,14 +271,14 @@ def _layout(p: Problem, algorithm: str, device) -> tuple[int, int, int]:
     return (32 if held > 1 else 1 << (p.vectors - 1).bit_length()), held, threads
 
 
-def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
+def in_registers(n: Norm, algorithm: str) -> tuple[list[Launch], int]:
     """The launches, and the bytes of scratch."""
     p, cluster, own = n.p, 1, n.p  # own: of a block
     if algorithm == "cluster":
         found = _clustered(p, n.device)
         assert found is not None
         cluster, own = found
-    lanes, held, threads = _layout(own, "block" if cluster > 1 else algorithm, n.device)
+    lanes, held, threads = layout_of(own, "block" if cluster > 1 else algorithm, n.device)
     group = lanes or threads * cluster
     packs = ceil_div(p.width // p.pack, group)
     whole = cpp_bool(packs * group * p.pack == p.width)
@@ -305,7 +305,7 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
     return [launch, *n.sums(blocks, 0)], n.sums_bytes(blocks)
 
 
-def _streaming(n: _Norm, pack: int) -> tuple[list[Launch], int]:
+def _streaming(n: Norm, pack: int) -> tuple[list[Launch], int]:
     p = n.p
     blocks = min(p.rows, 4 * n.device.sm_count)
     if not p.backward:
@@ -360,7 +360,7 @@ def by_hand(device, operands, results, function):
         arrays = (read("x"), read("residual"), null, read("scale"), read("bias"), write("y"), write("sum"))
         if facts["function"] is not None:
             first = given[args[0]][0] if args else len(operands)
-            epilogue = _epilogue(facts["function"], x, [given[name][1] for name in args], first)
+            epilogue = epilogue_of(facts["function"], x, [given[name][1] for name in args], first)
             if epilogue is None:
                 return GENERATED
     if p.dtype not in FLOAT_BYTES or p.out_dtype not in FLOAT_BYTES:
@@ -376,7 +376,7 @@ def by_hand(device, operands, results, function):
     )
 
 
-def _epilogue(function, x, args, first) -> _Epilogue | None:
+def epilogue_of(function, x, args, first) -> Epilogue | None:
     """None if kernels cannot read these operands, of the rank of x."""
     views = [broadcast_view(x.shape, a.shape, x.ndim - 1) for a in args]
     readable = len(args) <= _MOST_EPILOGUE_ARGS and {a.dtype.name for a in args} <= _EPILOGUE_DTYPES
@@ -387,7 +387,7 @@ def _epilogue(function, x, args, first) -> _Epilogue | None:
     pointers = [operand(first + k) for k in range(len(args))] or [null]
     maps = [view.members[0] for view in views if view] or [EMPTY_VIEW.members[0]]
     source = function.source("Epilogue")
-    return _Epilogue(source, f"jaxkern::NormEpilogue<{', '.join(types)}>", (*pointers, *maps))
+    return Epilogue(source, f"jaxkern::NormEpilogue<{', '.join(types)}>", (*pointers, *maps))
 
 
 def problem(x, y, operation, names, bias) -> Problem:
@@ -414,7 +414,7 @@ def written_plan(p, device, operation, parameters, gradients, arrays, eps, algor
     automatic, algorithm = algorithm == "auto", pick(operation, algorithm, p, device)
     if automatic and left_to_xla(p, algorithm):
         return None
-    n = _Norm(p, device, (parameters or [p.dtype])[0], tuple(gradients), arrays, eps, epilogue)
-    launches, size = _streaming(n, p.pack) if algorithm == "streaming" else _registers(n, algorithm)
+    n = Norm(p, device, (parameters or [p.dtype])[0], tuple(gradients), arrays, eps, epilogue)
+    launches, size = _streaming(n, p.pack) if algorithm == "streaming" else in_registers(n, algorithm)
     unaligned, more = _streaming(n, 1)
     return planned(algorithm, launches, max(size, more), unaligned)

@@ -23,7 +23,7 @@ class _Kind:
         """kSpan of NormQuantize; None if its threads cannot share the scales of the blocks."""
         if self.block is None or self.block == self.p.width:
             return -1 if self.given else 0
-        lanes = plan._layout(self.p, algorithm, device)[0] or _WARP
+        lanes = plan.layout_of(self.p, algorithm, device)[0] or _WARP
         span = self.block // self.p.pack
         # Blocks are aligned groups of lanes; each lane has one pack of its block.
         fits = self.block % self.p.pack == 0 and span & (span - 1) == 0 and lanes % span == 0
@@ -50,7 +50,7 @@ def launches(operation, device, operands, results, *, extras, numbers, to, block
         return None
     inner = None
     if function is not None:
-        inner = plan._epilogue(function, x, operands[norm_operands:count], norm_operands)
+        inner = plan.epilogue_of(function, x, operands[norm_operands:count], norm_operands)
         if inner is None:
             return None
     pointers = [launch.operand(at[name]) if name in at else launch.null for name in ("residual", "scale", "bias")]
@@ -63,9 +63,9 @@ def launches(operation, device, operands, results, *, extras, numbers, to, block
         algorithm = "streaming"
     args = (*(inner.args if inner else ()), *kind.args)
     name = f"jaxkern::NormQuantize<{kind.type}, {span}{f', {inner.name}' if inner else ''}>"
-    epilogue = plan._Epilogue(inner.source if inner else "", name, args, _HEADER)
-    n = plan._Norm(p, device, (parameters or [p.dtype])[0], (), arrays, dict(numbers)["eps"], epilogue)
+    epilogue = plan.Epilogue(inner.source if inner else "", name, args, _HEADER)
+    n = plan.Norm(p, device, (parameters or [p.dtype])[0], (), arrays, dict(numbers)["eps"], epilogue)
     pack = math.gcd(p.pack, block or p.pack)
-    found = _streaming(n, kind, inner, pack) if span is None else plan._registers(n, algorithm)[0]
+    found = _streaming(n, kind, inner, pack) if span is None else plan.in_registers(n, algorithm)[0]
     unaligned = _streaming(n, kind, inner, 1)
     return launch.planned(algorithm, found, unaligned=unaligned)
