@@ -19,12 +19,14 @@ from benchmarks import _timing, _torch
 
 # More than three times the largest last-level cache (60 MB on an H200; a desktop CPU has less).
 COLD_BYTES = {"gpu": 192 << 20, "cpu": 96 << 20}
+MOST_BUFFERS = 4096  # of the smallest arrays, each of which is a call of JAX; the clock flushes the L2 before each turn
 ALIGN = 512  # bytes: as an allocator would place an array
 
 
 def rotation(nbytes: int) -> int:
     """How many buffers of a size to go round."""
-    return max(2, math.ceil(COLD_BYTES.get(jax.default_backend(), 192 << 20) / max(1, nbytes)))
+    cold = math.ceil(COLD_BYTES.get(jax.default_backend(), 192 << 20) / max(1, nbytes))
+    return max(2, min(MOST_BUFFERS, cold))
 
 
 class Pool:
