@@ -1,18 +1,18 @@
 """How long XLA and one kernel take for a region of rows: a model of bytes, arithmetic and launches.
 
-A kernel takes the time in which a copy moves its bytes, or the time of its elementary functions (exp, tanh), whichever is longer. The
+A kernel takes the time in which a copy moves its bytes, or the time of its operations on elements, whichever is longer. The
 constants are fitted to `benchmarks/results/row_kernel-NVIDIA_H200.json` and to the regions of the programs in
 `benchmarks/_by_hand.py` on an H200 (jaxlib 0.11.2, device time); tests/test_cost.py holds the model to the former.
 
 XLA fuses elementwise operations into the reduction or the result that reads them, so a kernel of XLA reads arrays that are in
 memory, and again for each reduction that waits for another one. It makes one kernel of all, by Triton, if a single array of rows is
-written, nothing is summed over rows, no element is picked, and no number of a row is kept for the backward pass.
+written, nothing is summed over rows, no element is picked, and rows are short or no number of them is kept.
 """
 
 import dataclasses
 import math
 
-from jaxkern._engines.jaxpr import Value
+from jaxkern._engines.jaxpr import MOVES, Value
 from jaxkern._engines.rows import tuning
 from jaxkern._engines.rows.core import DEAR
 from jaxkern._engines.rows.picks import PICKS
@@ -21,13 +21,13 @@ GAIN = 1.03  # XLA's time over the kernel's, at least, where a region is taken
 BANDWIDTH = 4.2e12  # bytes that a copy moves in a second
 LAUNCH = 1.5e-6  # seconds between a kernel and the next
 
-XLA_TRITON = 1.0
 # Triton's kernel where it has several stages or elementary functions: in 16 bits [soft_cap, 32768x4096: 1.8 and 3.0 backward], and of
 # long rows [soft_cap, float32 8192x16384: 2.2].
 TRITON_NARROW, TRITON_LONG, LONG = 1.6, 1.4, 8192
-# Seconds of an elementary function of an element: in XLA; in our kernels [capped transformer, its loss: 1210 us, with tanh in each of
-# three passes; the loss of llama: 490 us]; in those that store 16-bit numbers alone, which compute coarsely [scores: 94 us].
-XLA_FUNCTION, FUNCTION, COARSE_FUNCTION = 0.7e-12, 0.9e-12, 0.28e-12
+# Seconds of an operation of an element, and how many of them an elementary function is; coarsely where 16-bit numbers alone are stored
+# [llama: its loss 487 us, its softmax 210, backward 257; the loss of the capped transformer, with tanh in each of three passes: 1210].
+OPERATION, XLA_OPERATION = 0.05e-12, 0.04e-12
+FUNCTION, COARSE_FUNCTION = 12, 5
 # Seconds for each array of columns that a kernel sums over rows: blocks store partial sums, which a second kernel adds [llama, gradient
 # of a norm, bfloat16 8192x1024: 30 us for 50 MB; gated_norm backward, bfloat16 32768x4096: 338 us for 1342 MB].
 SUMS = 13e-6
@@ -111,11 +111,12 @@ class _Model:
             factor *= RAGGED.get(self.narrow, RAGGED[2])
         passes = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in core.passes]
         passes.append([o.value for o in core.outputs if o.kind in ("row", "columns")])
-        kept = {} if reads else core.kept_values
-        functions = sum(
-            self._functions(values, {v for v, at in kept.items() if at < p}) for p, values in enumerate(passes)
-        )
-        arithmetic = functions * (COARSE_FUNCTION if core.coarse else FUNCTION)
+        kept = (
+            {} if reads or self.program.row.size >= LONG else core.kept_values
+        )  # long rows have no registers for them
+        function = COARSE_FUNCTION if core.coarse else FUNCTION
+        known = lambda p: {v for v, at in kept.items() if at < p}
+        arithmetic = OPERATION * sum(self._operations(values, known(p), function) for p, values in enumerate(passes))
         launches = len(plan.launches) + bool(core.epilogue)
         return max(moved * factor / BANDWIDTH, arithmetic) + columns * SUMS + launches * LAUNCH, moved
 
@@ -143,13 +144,12 @@ class _Model:
         whole = [v for values_ in reduced for v in values_]
         narrow = self.program.row.size < LONG
         fuses = not sums and not picks and self.stages
-        if fuses and not core.of_kind("number") and len(late) == 1:
+        if fuses and len(late) == 1 and (narrow or not core.of_kind("number")):
             kernels.append(self._kernel_of([*whole, *values], late, self._triton()))
         elif fuses and not late and len(self.stages) > 2:
             kernels.append(self._kernel_of(whole, (), self._triton()))
         else:
-            # The numbers of short rows are computed in one kernel, if rows that depend on them are written.
-            for values_ in [whole] if fuses and narrow and late else reduced:
+            for values_ in reduced:
                 kernels.append(self._kernel_of(values_, ()))
             if values:
                 kernels.append(self._kernel_of(values, late))
@@ -158,25 +158,26 @@ class _Model:
         return seconds, moved + sum(b for _, b in kernels)
 
     def _triton(self) -> float:
-        if len(self.stages) < 3 and self._functions(self.made) < 2 * self.elements:
-            return XLA_TRITON
+        if len(self.stages) < 3 and sum(self.made[v].name in DEAR for v in self.made if v.is_row) < 2:
+            return 1.0
         if self.narrow <= 2:
             return TRITON_NARROW
-        return TRITON_LONG if self.program.row.size >= LONG else XLA_TRITON
+        return TRITON_LONG if self.program.row.size >= LONG else 1.0
 
     def _kernel_of(self, values, outputs, factor=1.0):
         """(seconds, bytes) of a kernel of XLA."""
         moved = sum(map(_bytes, self._leaves(values))) + sum(_bytes(o.result, o.dtype) for o in outputs)
-        return max(moved * factor / BANDWIDTH, self._functions(values, self.stored) * XLA_FUNCTION), moved
+        return max(moved * factor / BANDWIDTH, XLA_OPERATION * self._operations(values, self.stored, FUNCTION)), moved
 
     def _leaves(self, values) -> set:
         """The arrays in memory that values of rows are computed from."""
         return {v for v in self._needed(values, self.stored) if v not in self.made or v in self.stored}
 
-    def _functions(self, values, known=()) -> int:
-        """How often elementary functions of an element are computed for values of rows, where some are known."""
-        needed = self._needed(values, known)
-        return self.elements * sum(v in self.made and self.made[v].name in DEAR and v not in known for v in needed)
+    def _operations(self, values, known, function) -> int:
+        """Operations that compute values of rows from those that are known. function: how many a function is."""
+        steps = [self.made[v] for v in self._needed(values, known) if v.is_row and v in self.made and v not in known]
+        own = [step for step in steps if step.name not in (*MOVES, "iota")]
+        return self.elements * sum(function if step.name in DEAR else 1 for step in own)
 
     def _needed(self, values, known) -> set:
         """Rows that values are computed from, down to those that are known, and the numbers and operands that they read."""

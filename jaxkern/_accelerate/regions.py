@@ -106,6 +106,7 @@ class _Search:
         self.shape, self.members, self.reads = [], [], []
         self.group = {}  # {value: a group whose equation made it}
         self.direct = {}  # {value: bits of the groups that it depends on, but for what these depend on}
+        self.effects = 0  # bits of the groups that equations with effects depend on
         self.reader = {}  # {value: the last group that reads it as rows}
 
     def root(self, g) -> int:
@@ -194,11 +195,7 @@ class _Search:
     def add(self, i, e):
         found, operands = self.shape_of(e), variables(e)
         if found is None:
-            mask = 0
-            for v in operands:
-                mask |= self.direct.get(v, 0)
-            for v in e.outvars:
-                self.direct[v] = mask
+            self._leave(e)
             return
         shape, begins = found
         roots = {v: self.root(self.group[v]) for v in operands if v in self.group}
@@ -211,10 +208,7 @@ class _Search:
             if self._merges([*joined, g], operands, roots):
                 joined.append(g)
         if not joined and not begins:
-            mask = 0
-            for v in operands:
-                mask |= self.direct.get(v, 0)
-            self.direct[e.outvars[0]] = mask
+            self._leave(e)
             return
         g = joined[0] if joined else self.new(shape)
         for other in joined[1:]:
@@ -233,6 +227,16 @@ class _Search:
         self.direct[out] = 1 << g
         if not reduces(e) or reduces(e)[1] == (self.rows[shape],):
             self.group[out] = g
+
+    def _leave(self, e):
+        """An equation in no region. Equations with effects stay in their order, so each depends on those before it."""
+        mask = self.effects if e.effects else 0
+        for v in variables(e):
+            mask |= self.direct.get(v, 0)
+        if e.effects:
+            self.effects = mask
+        for v in e.outvars:
+            self.direct[v] = mask
 
     def _merges(self, groups, operands, roots) -> bool:
         """Whether these groups and an equation with these operands may be one."""

@@ -7,6 +7,7 @@ faster (cost.py). Everything else is lowered as it is written.
 """
 
 import functools
+import itertools
 import typing
 
 import jax
@@ -297,8 +298,10 @@ def _would_fuse(e, v) -> bool:
 
 
 def _sorted(equations) -> list:
-    """Equations in an order in which each follows those that make its operands."""
+    """Equations in an order in which each follows those that make its operands, and those with effects keep their order."""
     made = {v: k for k, e in enumerate(equations) for v in e.outvars}
+    effects = [k for k, e in enumerate(equations) if e.effects]
+    before = dict(itertools.pairwise(reversed(effects)))
     state, found = [0] * len(equations), []
     for start in range(len(equations)):
         pending = [start]
@@ -307,7 +310,9 @@ def _sorted(equations) -> list:
             if state[k] == 2:
                 pending.pop()
                 continue
-            waits = [made[v] for v in variables(equations[k]) if v in made and state[made[v]] != 2]
+            needs = [made[v] for v in variables(equations[k]) if v in made]
+            needs += [before[k]] if k in before else []
+            waits = [n for n in needs if state[n] != 2]
             if waits and state[k] == 1:
                 raise AssertionError("regions depend on each other")
             state[k] = 1 if waits else 2
