@@ -153,6 +153,17 @@ def test_estimates():
     assert not small.taken and "XLA" in small.reason
 
 
+@needs_kernels
+def test_functions_by_name():
+    """Functions that have kernels of their own are parts of a region where it wins, and stay where it is left."""
+    args = spec(8192, 1024, dtype=jnp.bfloat16), spec(1024, 32000, dtype=jnp.bfloat16)
+    loss = jax.grad(lambda x, w: one_hot_loss((x @ w).astype(jnp.float32), 1.0))
+    weights = jax.grad(lambda x, w: jnp.sum(jnp.sin((jax.nn.softmax(x @ w) @ w.T).astype(jnp.float32))))
+    with jaxkern.accelerate(only=("rows", "softmax", "logsumexp")):
+        assert {d.operation for d in jaxkern.explain(loss)(*args).taken} == {"rows"}
+        assert "softmax" in {d.operation for d in jaxkern.explain(weights)(*args).taken}
+
+
 def test_a_region_ends():
     """At products, and where a value that left would come back: the second sum is no part of the first region."""
 
