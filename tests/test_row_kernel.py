@@ -82,23 +82,25 @@ def test_transformations(name, x64):
     at = real(args)
     fix = lambda g: lambda *xs: g(*(xs[at.index(k)] if k in at else x for k, x in enumerate(args)))
     given = [args[k] for k in at]
-    if name != "rules":  # jax.custom_vjp has no forward mode in plain JAX
-        close(*(jax.jvp(fix(g), given, [jnp.sin(x) for x in given]) for g in (kernel, f)), "float64")
     scalar = lambda g: lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fix(g)(*xs)))
     second = lambda g: jax.grad(
         lambda *xs: sum(jnp.vdot(d, d) for d in jax.grad(scalar(g), range(len(at)))(*xs)), range(len(at))
     )
-    close(jax.jit(second(kernel))(*given), jax.jit(second(f))(*given), "float64")
-    many = [jnp.stack([x, x[..., ::-1] if x.ndim else x + 1]) for x in args]
-    for axes in ([0] * len(args), *([0 if j == k else None for j in range(len(args))] for k in range(len(args)))):
-        batch = [m if a == 0 else x for m, x, a in zip(many, args, axes)]
-        close(jax.vmap(kernel, axes)(*batch), jax.vmap(f, axes)(*batch), "float64")
-    last = [jnp.moveaxis(m, 0, -1) for m in many]
-    close(jax.vmap(kernel, -1)(*last), jax.vmap(f, -1)(*last), "float64")
     again = lambda g: jax.grad(jax.checkpoint(scalar(g)), range(len(at)))
-    close(again(kernel)(*given), again(f)(*given), "float64")
-    loop = lambda g: jax.lax.scan(lambda s, _: (s + scalar(g)(*given), None), 0.0, length=2)[0]
-    close(loop(kernel), loop(f), "float64")
+    loop = lambda g: lambda *xs: jax.lax.scan(lambda s, _: (s + scalar(g)(*xs), None), 0.0, length=2)[0]
+    many = [np.stack([x, x[..., ::-1] if x.ndim else x + 1]) for x in map(np.asarray, args)]
+    last = [np.moveaxis(m, 0, -1) for m in many]
+
+    def everything(g, given, args, many, last):
+        if name != "rules":  # jax.custom_vjp has no forward mode in plain JAX
+            yield jax.jvp(fix(g), given, [jnp.sin(x) for x in given])
+        yield [h(g)(*given) for h in (second, again, loop)]
+        for axes in ([0] * len(args), *([0 if j == k else None for j in range(len(args))] for k in range(len(args)))):
+            yield jax.vmap(g, axes)(*(m if a == 0 else x for m, x, a in zip(many, args, axes)))
+        yield jax.vmap(g, -1)(*last)
+
+    ours, wanted = (jax.jit(lambda *xs, g=g: list(everything(g, *xs)))(given, args, many, last) for g in (kernel, f))
+    close(ours, wanted, "float64")
 
 
 PICKS = {
@@ -135,7 +137,7 @@ def test_picks_products_and_operands_that_do_not_meet(name):
     args = list(map(jnp.asarray, operands(kinds, (3, 4, 40), "float32")))
     if name == "transposed":
         args[1] = args[1].reshape(4, 3, 40)
-    close(gradients(jaxkern.row_kernel(f), args), gradients(f, args), "float32")
+    close(*(jax.jit(functools.partial(gradients, g))(args) for g in (jaxkern.row_kernel(f), f)), "float32")
     function, _, _ = trace(lambda *xs: f(*xs), args, -1, "f")
     for made in (function, function.vjp(real(args))):
         made = made.select(made.used())

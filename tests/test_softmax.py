@@ -50,7 +50,7 @@ def check(operation, x, axis=-1, mask=None, seed=1):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("shape, axis, mask", ROWS)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.optimized
 def test_against_numpy(operation, dtype, shape, axis, mask):
     check(operation, normal(shape, dtype), axis, None if mask is None else random_mask(mask))
