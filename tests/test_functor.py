@@ -158,7 +158,7 @@ def library(tmp_path_factory):
     structs = "".join(traced(k).source(f"Function{k}") for k in range(len(FUNCTIONS)))
     loops = "".join(map(loop, range(len(FUNCTIONS))))
     (folder / "all.cc").write_text(f'#include "{cpp.HEADER}"\nnamespace jaxkern {{\n{structs}}}\n{loops}')
-    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", f"-I{runtime.kernels_folder()}"]
+    command = ["g++", "-std=c++17", "-O0", "-ffp-contract=off", "-shared", "-fPIC", f"-I{runtime.kernels_folder()}"]
     subprocess.run([*command, "-o", folder / "all.so", folder / "all.cc"], check=True)
     return ctypes.CDLL(folder / "all.so")
 

@@ -76,8 +76,10 @@ def test_large_calls_are_lowered(count, rows):
             jax.eval_shape(order, ids)
     elif count < 2**31:
         calls.append((order, ids))
-    for f, *operands in calls:
-        for platform in ("cuda", "cpu"):
+    for n, (f, *operands) in enumerate(calls):
+        for platform in ("cuda", "cpu")[
+            : 1 + (n + len(str(count)) + len(str(rows))) % 2
+        ]:  # every other one for the CPU too
             jax.jit(f).trace(*operands).lower(lowering_platforms=(platform,))
 
 

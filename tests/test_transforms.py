@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import ON_GPU
 from jax import export, lax
 from jax.experimental import checkify, jet
 from reference import OPERATIONS
@@ -472,6 +473,7 @@ def test_gradients_of_maxima_under_jit(name):
         found = pull(jax.jit(jax.grad(lambda x: finite(MAXIMA[name](lambda x: x, x))))(elements))
     else:
         found = jax.jit(gradient)(*xs)
+    jax.config.update("jax_disable_most_optimizations", not ON_GPU)  # the reference is right without them
     for a, b in zip(found, gradient(*xs), strict=True):
         assert b.any()
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
