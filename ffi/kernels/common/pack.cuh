@@ -255,6 +255,22 @@ template <class T, int N> __device__ __forceinline__ void StoreVector(T* p, cons
   }
 }
 
+// Parts of a row: vectors of 4 bytes too. Such a vector shares its sector with others and is stored normally.
+template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadPart(const T* p) {
+  if constexpr (N * sizeof(T) == 4) {
+    Pack<T, N> pack;
+    pack.word[0] = *reinterpret_cast<const uint32_t*>(p);
+    return pack;
+  } else {
+    return LoadVector<T, N>(p);
+  }
+}
+
+template <class T, int N> __device__ __forceinline__ void StorePart(T* p, const Pack<T, N>& pack) {
+  if constexpr (N * sizeof(T) == 4) *reinterpret_cast<uint32_t*>(p) = pack.word[0];
+  else StoreVector<T, N>(p, pack);
+}
+
 // Stores the first `bytes` bytes of a 16-byte vector (0 < bytes < 16) in stores of 8, 4 and 2 bytes.
 template <class T, int N> __device__ __forceinline__ void StoreFront(T* p, const Pack<T, N>& pack, int bytes) {
   char* at = reinterpret_cast<char*>(p);

@@ -249,24 +249,6 @@ __device__ __forceinline__ int ListRunEnds(uint32_t mask, int begin, uint16_t* e
   return runs;
 }
 
-// --- Vectors of a row Vectors of 8 and 16 bytes have streaming stores (StoreVector). A 4-byte vector shares its sector
-// with others and is stored normally.
-
-template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadPart(const T* p) {
-  if constexpr (N * sizeof(T) == 4) {
-    Pack<T, N> pack;
-    pack.word[0] = *reinterpret_cast<const uint32_t*>(p);
-    return pack;
-  } else {
-    return LoadVector<T, N>(p);
-  }
-}
-
-template <class T, int N> __device__ __forceinline__ void StorePart(T* p, const Pack<T, N>& pack) {
-  if constexpr (N * sizeof(T) == 4) *reinterpret_cast<uint32_t*>(p) = pack.word[0];
-  else StoreVector<T, N>(p, pack);
-}
-
 template <Reduction kOp, class T, int N>
 __device__ __forceinline__ void Accumulate(Compute<T> (&total)[N], const Pack<T, N>& pack) {
   Compute<T> v[N];

@@ -31,15 +31,7 @@ constexpr int kFence = 8;
 // How the N lanes of a thread lie in an array: at one element, at N adjacent elements that are aligned as a vector, or anywhere.
 enum LaneKind { kSame, kPack, kEach };
 
-template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadLanes(const T* p) {
-  if constexpr (N * sizeof(T) == 4) {
-    Pack<T, N> pack;
-    pack.word[0] = *reinterpret_cast<const uint32_t*>(p);
-    return pack;
-  } else {
-    return LoadVector<T, N>(p);
-  }
-}
+template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadLanes(const T* p) { return LoadPart<T, N>(p); }
 
 template <class T, int N> __device__ __forceinline__ void StoreLanes(T* p, const Pack<T, N>& pack) {
   if constexpr (N * sizeof(T) == 4) __stcs(reinterpret_cast<uint32_t*>(p), pack.word[0]);

@@ -52,20 +52,4 @@ struct SegmentRun {
 };
 static_assert(sizeof(SegmentRun) == 120);
 
-// Vectors of 8 and 16 bytes are not read again and have streaming stores (StoreVector). A 4-byte vector shares its
-// sector with others and is stored normally.
-template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadRowPart(const T* p) {
-  if constexpr (N * sizeof(T) == 4) {
-    Pack<T, N> pack;
-    pack.word[0] = *reinterpret_cast<const uint32_t*>(p);
-    return pack;
-  } else {
-    return LoadVector<T, N>(p);
-  }
-}
-template <class T, int N> __device__ __forceinline__ void StoreRowPart(T* p, const Pack<T, N>& pack) {
-  if constexpr (N * sizeof(T) == 4) *reinterpret_cast<uint32_t*>(p) = pack.word[0];
-  else StoreVector<T, N>(p, pack);
-}
-
 }  // namespace jaxkern

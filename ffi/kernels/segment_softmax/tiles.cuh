@@ -169,7 +169,7 @@ template <class T, Rows kRows> struct Staged {
       }
 #pragma unroll
       for (int u = 0; u < kRowBatch; ++u) {
-        if (offset[u] < b.width) part[u] = LoadRowPart<T, N>(array + row[u] * run.inner + b.column + offset[u]);
+        if (offset[u] < b.width) part[u] = LoadPart<T, N>(array + row[u] * run.inner + b.column + offset[u]);
       }
 #pragma unroll
       for (int u = 0; u < kRowBatch; ++u) {
@@ -190,7 +190,7 @@ template <class T, Rows kRows> struct Staged {
       if (offset >= b.width) continue;
       T* const to = array + run.RowAt(b.begin + first + p) * run.inner + b.column + offset;
       const C* const from = image + (first + p) * s.columns + offset;
-      if constexpr (N == kN) StoreRowPart<T, N>(to, Get(from, true));
+      if constexpr (N == kN) StorePart<T, N>(to, Get(from, true));
       else *to = FromCompute<T>(*from);
     }
   }

@@ -126,7 +126,7 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
       for (int k = 0; k < Op::kInputs; ++k) {
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
-          x[u][k].part[p] = LoadRowPart<T, N>(reinterpret_cast<const T*>(inputs[k] + number[u] * row_bytes) + apart[p]);
+          x[u][k].part[p] = LoadPart<T, N>(reinterpret_cast<const T*>(inputs[k] + number[u] * row_bytes) + apart[p]);
         }
       }
     }
@@ -185,7 +185,7 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
           const uint64_t row = run.RowAt(place);
 #pragma unroll
           for (int p = 0; p < kParts; ++p) {
-            if (has[p]) StoreRowPart<T, N>(reinterpret_cast<T*>(out + row * row_bytes) + apart[p], zero);
+            if (has[p]) StorePart<T, N>(reinterpret_cast<T*>(out + row * row_bytes) + apart[p], zero);
           }
         }
         continue;
@@ -287,7 +287,7 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
           for (int p = 0; p < kParts; ++p) {
             const Pack<T, N> pack = Repack<T, N>(y[p]);
             if (inside && has[p]) {
-              StoreRowPart<T, N>(reinterpret_cast<T*>(out + number[u] * row_bytes) + apart[p], pack);
+              StorePart<T, N>(reinterpret_cast<T*>(out + number[u] * row_bytes) + apart[p], pack);
             }
           }
         }
