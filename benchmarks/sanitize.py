@@ -497,6 +497,7 @@ LOSSES += [(540, 129), (5, 9001), (3, 40000), (2, 70001)]
 def run_loss(algorithm: str, dtype: str, rows: int, width: int, masked: bool) -> str | None:
     """Runs the loss and its gradient in both ways of the algorithm. Returns "", an error, or None if no way fits."""
     from jaxkern import algorithms
+    from jaxkern._core import primitive
 
     reference = importlib.import_module("jaxkern._ops.cross_entropy.reference")
     kernels = importlib.import_module("jaxkern._ops.cross_entropy.primitive")
@@ -510,7 +511,7 @@ def run_loss(algorithm: str, dtype: str, rows: int, width: int, masked: bool) ->
     with jax.default_device(jax.devices("cpu")[0]):
         want = reference.both(*map(jnp.asarray, (x, labels, g, *mask)), **params)
     x, labels, g, *mask = map(jax.device_put, (x, labels, g, *mask))
-    bind = lambda prim: jax.jit(functools.partial(prim.bind, **params))
+    bind = lambda prim: jax.jit(functools.partial(primitive.bind, prim, **params))
     fits = lambda which: algorithms.fits(
         "softmax_cross_entropy", algorithm, rows, width, dtype=dtype, which=which, masked=masked
     )

@@ -206,13 +206,12 @@ def _grouped(x, scale, bias, captured, *, name, groups, channel, batch, eps, dty
     split = lambda a, at: (
         jnp.expand_dims(a, at + 1) if each == 1 else a.reshape(*a.shape[:at], groups, each, *a.shape[at + 1 :])
     )
-    named = {k: split(a, 0) for k, a in (("scale", scale), ("bias", bias)) if a is not None}
+    vectors = (None if a is None else split(a, 0) for a in (scale, bias))
     y, mean, var = bind(
         GROUP_PRIMITIVES[name].forward,
         split(wide, at),
-        *named.values(),
+        *vectors,
         operation=name,
-        extras=" ".join(named),
         batch=len(samples),
         keep=0,
         channel=at,

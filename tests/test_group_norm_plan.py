@@ -13,7 +13,7 @@ import pytest
 from plans import DEVICES, check_limits, kernels, layout, needs_nvrtc
 
 from jaxkern._core import compat, device, functor, registry
-from jaxkern._ops.group_norm import plan, reference
+from jaxkern._ops.group_norm import plan, primitive, reference
 
 # [samples, rows, groups, channels of a group, inner]
 SHAPES = [
@@ -52,19 +52,19 @@ def found(
     x, y, vector = of(shape, dtype), of(shape, out or dtype), of((*shape[:keep], *shape[2:4]), parameters)
     stat = of((shape[0], shape[2]), reference.computing(x.dtype))
     at = {"operation": operation, "batch": 1, "channel": 2, "algorithm": algorithm}
-    scale = [vector] * ("scale" in extras)
+    scale, bias = (vector if name in extras else None for name in ("scale", "bias"))
     wanted = tuple(vector.dtype if sums and name in extras else None for name in ("scale", "bias"))
     more = {"keep": keep, "eps": 1e-5}
     channels = of((shape[0], *shape[2:4]), stat.dtype)
     calls = {
-        "norm": ([x, *[vector] * len(extras.split())], [y, stat, stat], more | {"extras": extras, "dtype": y.dtype}),
+        "norm": (primitive.NORM.named(x, scale, bias), [y, stat, stat], more | {"dtype": y.dtype}),
         "norm_grad": (
-            [x, stat, stat, *scale, y, stat, stat],
+            primitive.GRAD.named(x, stat, stat, scale, y, stat, stat),
             [x, *(vector for d in wanted if d is not None)],
-            more | {"extras": "scale" * len(scale), "sums": wanted},
+            more | {"sums": wanted},
         ),
-        "moments": ([x], [stat, stat], {}),
-        "sums": ([x, stat, stat, y], [channels, channels], {"eps": 1e-5}),
+        "moments": (primitive.MOMENTS.named(x), [stat, stat], {}),
+        "sums": (primitive.SUMS.named(x, stat, stat, y), [channels, channels], {"eps": 1e-5}),
     }
     return {
         name: (getattr(plan, name)(on, operands, results, **at, **params), operands, results, at | params)
@@ -177,14 +177,14 @@ def test_kernels(shape, dtype, options):
             ).items():
                 if name in ("moments", "sums") and (shape[1] not in (37, 1) or algorithm != "two_pass"):
                     continue  # the first launches of others
-                given = [jnp.asarray(rng.normal(3, 1, a.shape), a.dtype) for a in operands]
-                if len(given) > 3:
-                    given[1:3] = jax.jit(functools.partial(reference.moments, batch=1, channel=2))(given[0])
+                given = jax.tree.map(lambda a: jnp.asarray(rng.normal(3, 1, a.shape), a.dtype), operands)
+                if name in ("norm_grad", "sums"):
+                    mean, variance = jax.jit(functools.partial(reference.moments, batch=1, channel=2))(given.x)
+                    given = given._replace(mean=mean, variance=variance)
                 wanted = jax.jit(functools.partial(getattr(reference, name), **params))(*given)
                 for unaligned in (False, True)[: 1 + (shape[1] == 37 and algorithm == "two_pass")]:
-                    ours = emulated.run(
-                        chosen, list(map(np.asarray, given)), [(a.shape, a.dtype) for a in results], unaligned
-                    )
+                    arrays = list(map(np.asarray, jax.tree.leaves(given)))
+                    ours = emulated.run(chosen, arrays, [(a.shape, a.dtype) for a in results], unaligned)
                     for a, b in zip(ours, wanted, strict=True):
                         assert a.dtype == b.dtype
                         kind = a.dtype
@@ -206,8 +206,8 @@ def with_epilogue(shape, on, algorithm):
 @pytest.mark.parametrize("algorithm", plan.ALGORITHMS)
 def test_kernels_with_a_function(algorithm):
     chosen, operands, results, params = with_epilogue((2, 37, 2, 12, 1), device.A100._replace(sm_count=2), algorithm)
-    given = [jnp.asarray(np.random.default_rng(0).normal(0, 2, a.shape), a.dtype) for a in operands]
-    ys = emulated.run(chosen, list(map(np.asarray, given)), [(a.shape, a.dtype) for a in results])
+    given = jax.tree.map(lambda a: jnp.asarray(np.random.default_rng(0).normal(0, 2, a.shape), a.dtype), operands)
+    ys = emulated.run(chosen, list(map(np.asarray, jax.tree.leaves(given))), [(a.shape, a.dtype) for a in results])
     for y, wanted in zip(ys, reference.norm(*given, **params), strict=True):
         np.testing.assert_allclose(y.astype(np.float64), np.asarray(wanted, np.float64), 2**-7, 1e-4)
 

@@ -88,7 +88,7 @@ def linear_jvp(prim, reference, linear, primals, tangents, **params):
     if any(has_tangent(tangents[k]) for k in linear):
         operands = list(primals)
         for k in linear:
-            operands[k] = ad.instantiate_zeros(tangents[k])
+            operands[k] = None if tangents[k] is None else ad.instantiate_zeros(tangents[k])
         terms.append(bind(prim, *operands, **params))
     active = [k for k, t in enumerate(tangents) if k not in linear and has_tangent(t)]
     if active:
@@ -102,25 +102,24 @@ def linear_jvp(prim, reference, linear, primals, tangents, **params):
 
 
 def defmultilinear(prim, f, linear, transpose):
-    """Derivatives of `prim`, which is linear in its operands at the positions `linear(params)`, and whose reference is f.
+    """Derivatives of `prim`, which is linear in its operands at the positions `linear`, together, and whose reference is f.
 
-    transpose(operands, cotangents, params): the cotangents of those operands.
+    transpose(operands, cotangents, **params): the cotangents of those operands; None for one that is absent.
     """
 
     def jvp(primals, tangents, **params):
-        return linear_jvp(prim, f, linear(params), primals, tangents, **params)
+        return linear_jvp(prim, f, linear, primals, tangents, **params)
 
     def rule(cotangents, *operands, **params):
-        at = linear(params)
-        if any(ad.is_undefined_primal(x) for k, x in enumerate(operands) if k not in at):
-            raise NotImplementedError(f"{prim.name} is linear in operands {at} only")
+        if any(ad.is_undefined_primal(x) for k, x in enumerate(operands) if k not in linear):
+            raise NotImplementedError(f"{prim.name} is linear in operands {linear} only")
         found = [None] * len(operands)
         if all(type(ct) is ad.Zero for ct in cotangents):
-            parts = [None] * len(at)
+            parts = [None] * len(linear)
         else:
             cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
-            parts = transpose(operands, cotangents, params)
-        for k, part in zip(at, parts, strict=True):
+            parts = transpose(operands, cotangents, **params)
+        for k, part in zip(linear, parts, strict=True):
             if ad.is_undefined_primal(operands[k]):
                 aval = operands[k].aval
                 found[k] = ad.Zero(aval) if part is None else validate.split_like(part, aval)

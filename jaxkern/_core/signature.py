@@ -259,7 +259,7 @@ class Signature:
             return x if mark else jnp.broadcast_to(x, (*x.shape[:where], size, *x.shape[where + 1 :]))
 
         found = self.named(*(placed(n, x, d) for n, x, d in zip(words, operands, dims)))
-        whole = next(n for n, own in words.items() if any(w.name == group and not w.mark for w in own))
+        whole = next(n for n, own in words.items() if Word(group, True, "") in own)
         of = lambda n: slice(begin(words[n], group), begin(words[n], group) + ranks[group] + 1)
         full = getattr(found, whole).shape[of(whole)]
         for n, own in words.items():
@@ -325,6 +325,12 @@ def distinct(entries) -> list:
         found.append(None if axes & used else entry)
         used |= axes
     return found
+
+
+def local(prim, over, *parts, **params):
+    """The part of one device of an operation that needs no messages."""
+    del over
+    return bind(prim, *parts, **params)
 
 
 def primitive(

@@ -29,26 +29,21 @@ def _forward(operands, active, params):
 
 
 def _backward(active, params, kept, cotangents):
-    (operands, mean, var), params = kept, dict(params)
-    names = [None, *params["extras"].split()]
-    named = dict(zip(names, operands))
-    wanted = [names[k] for k in active]
-    sums = tuple(named[name].dtype if name in wanted else None for name in ("scale", "bias"))
-    scale = [named["scale"]] if "scale" in named else []
+    ((x, scale, bias), mean, var), params = kept, dict(params)
+    sums = tuple(a.dtype if k in active else None for k, a in ((1, scale), (2, bias)))
     if params["function"] is not None:
-        cotangents = [_through(params, operands, mean, var, cotangents[0]), *cotangents[1:]]
+        cotangents = [_through(params, x, mean, var, scale, bias, cotangents[0]), *cotangents[1:]]
     of = {k: params[k] for k in ("operation", "batch", "keep", "channel", "eps", "algorithm")}
-    grad = PRIMITIVES[params["operation"]].grad
-    dx, *rest = bind(grad, operands[0], mean, var, *scale, *cotangents, extras="scale" * len(scale), sums=sums, **of)
-    found = {None: dx, **dict(zip([k for k, d in zip(("scale", "bias"), sums) if d is not None], rest))}
-    split = lambda name: validate.split_like(found[name], jax.typeof(named[name]))
-    return (tuple(split(name) if name in found else None for name in names),)
+    dx, *rest = bind(PRIMITIVES[params["operation"]].grad, x, mean, var, scale, *cotangents, sums=sums, **of)
+    rest = iter(rest)
+    found = [dx, *(None if d is None else next(rest) for d in sums)]
+    return (tuple(d if d is None else validate.split_like(d, jax.typeof(a)) for d, a in zip(found, kept[0])),)
 
 
-def _through(params, operands, mean, var, g):
+def _through(params, x, mean, var, scale, bias, g):
     """The cotangent of what `function` was applied to, as the next operation would round it."""
     inner = {**params, "function": None, "dtype": mean.dtype}
-    v = reference.applied(operands[0], mean, var, *operands[1:], **inner)
+    v = reference.applied(x, mean, var, scale, bias, **inner)
     apply = lambda v: jnp.broadcast_to(params["function"].unrounded(v)[0], v.shape).astype(params["dtype"])
     return jax.vjp(apply, v)[1](g)[0].astype(g.dtype)
 
@@ -56,25 +51,24 @@ def _through(params, operands, mean, var, g):
 _norm.defvjp(_forward, _backward)
 
 
-def _grad_linear(params):
-    first = 3 + bool(params["extras"])
-    return range(first, first + 3)
+def _type(x):
+    return x.aval if ad.is_undefined_primal(x) else x
 
 
-def _grad_transpose(primitives, operands, cotangents, params):
-    g = operands[_grad_linear(params)[0]]
-    dtype = (g.aval if ad.is_undefined_primal(g) else g).dtype
-    return bind(primitives.jvp, *operands[: _grad_linear(params)[0]], *cotangents, dtype=dtype, **params)
+def _grad_transpose(primitives, operands, cotangents, *, sums, **params):
+    x, mean, var, scale, g, *_ = operands
+    dx, *rest = cotangents
+    rest = iter(rest)
+    along = [dx, *(None if d is None else next(rest) for d in sums)]
+    return bind(primitives.jvp, x, mean, var, scale, *along, dtype=_type(g).dtype, **params)
 
 
-def _jvp_linear(params):
-    first = 3 + bool(params["extras"])
-    return range(first, first + 1 + sum(d is not None for d in params["sums"]))
-
-
-def _jvp_transpose(primitives, operands, cotangents, params):
-    params = {k: v for k, v in params.items() if k != "dtype"}
-    return bind(primitives.grad, *operands[: _jvp_linear(params)[0]], *cotangents, **params)
+def _jvp_transpose(primitives, operands, cotangents, *, dtype, **params):
+    x, mean, var, scale, _, *along = operands
+    sums = tuple(None if a is None else _type(a).dtype for a in along)
+    dx, *found = bind(primitives.grad, x, mean, var, scale, *cotangents, sums=sums, **params)
+    found = iter(found)
+    return [dx, *(None if a is None else next(found) for a in along)]
 
 
 for _primitives in PRIMITIVES.values():
@@ -84,5 +78,5 @@ for _primitives in PRIMITIVES.values():
         differentiable=(0, 1, 2),
         tell_active=True,
     )
-    defmultilinear(_primitives.grad, reference.norm_grad, _grad_linear, functools.partial(_grad_transpose, _primitives))
-    defmultilinear(_primitives.jvp, reference.norm_jvp, _jvp_linear, functools.partial(_jvp_transpose, _primitives))
+    defmultilinear(_primitives.grad, reference.norm_grad, (4, 5, 6), functools.partial(_grad_transpose, _primitives))
+    defmultilinear(_primitives.jvp, reference.norm_jvp, (4, 5, 6), functools.partial(_jvp_transpose, _primitives))

@@ -10,6 +10,7 @@ import itertools
 import math
 import typing
 
+from jaxkern._core import launch
 from jaxkern._core.algorithms import pick
 from jaxkern._core.define import CUDA_TYPES, FLOAT_BYTES, ceil_div, cpp_bool
 from jaxkern._core.launch import Launch, Plan, null, operand, planned, result, scratch
@@ -342,19 +343,20 @@ def _problem(x, y, batch, channel, keep=0, backward=False) -> Problem:
 
 
 def norm(
-    device, operands, results, *, operation, extras, batch, keep, channel, eps, dtype, algorithm, function=None
+    device, operands, results, *, operation, batch, keep, channel, eps, dtype, algorithm, function=None
 ) -> Plan | None:
     """The plan of a norm for arrays of these types."""
     del dtype  # results[0] has it
     x, *parameters = operands
-    at = dict(zip(extras.split(), range(1, len(operands))))
-    kinds = {a.dtype.name for a in parameters}
+    given = launch.operands(operands)
+    kinds = {a.dtype.name for a in parameters if a is not None}
     if len(kinds) > 1 or (function is not None and not function.fits()):
         return None
     n = _Group(
         _problem(x, results[0], batch, channel, keep),
         device,
-        *(operand(at[name]) if name in at else null for name in ("scale", "bias")),
+        given.scale,
+        given.bias,
         parameters=next(iter(kinds), ""),
         y=result(0),
         mean=result(1),
@@ -365,31 +367,29 @@ def norm(
     return _plan(n, operation, {x.dtype.name, results[0].dtype.name, *kinds}, algorithm)
 
 
-def norm_grad(
-    device, operands, results, *, operation, extras, batch, keep, channel, eps, sums, algorithm
-) -> Plan | None:
+def norm_grad(device, operands, results, *, operation, batch, keep, channel, eps, sums, algorithm) -> Plan | None:
     """The plan of a gradient for arrays of these types."""
-    x, g = operands[0], operands[-3]
-    of_g, gradients = len(operands) - 3, {a.dtype.name for a in results[1:]}
+    x, g, scale = operands.x, operands.g, operands.scale
+    given, gradients = launch.operands(operands), {a.dtype.name for a in results[1:]}
     if len(gradients) > 1:
         return None
+    kinds = set() if scale is None else {scale.dtype.name}
     n = _Group(
         _problem(x, g, batch, channel, keep, backward=True),
         device,
-        operand(3) if extras else null,
-        parameters=operands[3].dtype.name if extras else "",
-        g=operand(of_g),
+        given.scale,
+        parameters=next(iter(kinds), ""),
+        g=given.g,
         y=result(0),
-        mean=operand(1),
-        var=operand(2),
-        of_mean=operand(of_g + 1),
-        of_var=operand(of_g + 2),
+        mean=given.mean,
+        var=given.variance,
+        of_mean=given.of_mean,
+        of_var=given.of_variance,
         dscale=result(1) if sums[0] is not None else null,
         dbias=result(len(results) - 1) if sums[1] is not None else null,
         gradients=next(iter(gradients), ""),
         eps=eps,
     )
-    kinds = {operands[3].dtype.name} if extras else set()
     return _plan(n, operation, {x.dtype.name, g.dtype.name, *kinds, *gradients}, algorithm)
 
 

@@ -1,13 +1,13 @@
-"""The primitives of GroupNorm and BatchNorm: shapes, batching, partitioning. reference.py has the layout of their arrays.
+"""The primitives of GroupNorm and BatchNorm: their signatures, partitioning. reference.py has the layout of their arrays.
 
-    forward   (x[, scale][, bias])                               -> y, mean, variance
-    grad      (x, mean, variance[, scale], g, g_mean, g_variance) -> dx[, dscale][, dbias]
-    jvp       (x, mean, variance[, scale], dx[, dscale][, dbias]) -> dy, dmean, dvariance: the transpose of the gradient,
-              left to XLA
+    forward   (x, scale, bias)                                              -> y, mean, variance
+    grad      (x, mean, variance, scale, g, of_mean, of_variance)           -> dx[, dscale][, dbias]
+    jvp       (x, mean, variance, scale, t, of_scale, of_bias)              -> dy, dmean, dvariance: the transpose of the
+              gradient, left to XLA
 
-each for both operations, which `operation` names: PRIMITIVES["group_norm"].grad. `extras` names the optional operands:
-scale and bias, in this order. `function` is applied to y before it is rounded to `dtype`, and `sums` are the types of dscale
-and dbias, each None if there is no such array. Two more primitives compute what devices exchange if a sample is split:
+each for both operations, which `operation` names: PRIMITIVES["group_norm"].grad. scale, bias, of_scale and of_bias are
+optional. `function` is applied to y before it is rounded to `dtype`, and `sums` are the types of dscale and dbias, each None if
+there is no such array. Two more primitives compute what devices exchange if a sample is split:
 
     moments   (x)                    -> mean, variance
     sums      (x, mean, variance, g) -> sum of g, sum of g * z, per sample and channel
@@ -19,157 +19,77 @@ themselves send their mean and variance, and backward the two sums per channel; 
 import functools
 import typing
 
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import algorithms, define, partition, validate
-from jaxkern._core.dtypes import computing
+from jaxkern._core import algorithms
 from jaxkern._core.primitive import bind
+from jaxkern._core.signature import Layout, Signature, primitive
 from jaxkern._ops.group_norm import plan, reference
 
 algorithms.register(plan, "group_norm")
 algorithms.register(plan, "batch_norm")
 
 
-def _typed(x, dims, dtype):
-    """The type of an array that has these dimensions of x."""
-    more = {}
-    if not x.sharding.mesh.empty:
-        spec = validate.explicit_spec(x)
-        more["sharding"] = NamedSharding(x.sharding.mesh, PartitionSpec(*(spec[d] for d in dims)))
-    return x.update(shape=tuple(x.shape[d] for d in dims), dtype=dtype, weak_type=False, **more)
+def _ranks(params):
+    batch, keep = params["batch"], params.get("keep", 0)
+    return {"keep": keep, "samples": batch - keep, "before": params["channel"] - batch}
 
 
-def _statistic(x, batch, channel):
-    return _typed(x, (*range(batch), channel), computing(x.dtype))
+def _grown(params, group, at):
+    """A batch becomes one more dimension of all arrays: samples with parameters of their own."""
+    return params | {name: params[name] + 1 for name in ("batch", "keep", "channel")}
 
 
-def _vector(x, keep, channel, dtype):
-    """The type of scale, bias and their gradients."""
-    return _typed(x, (*range(keep), channel, channel + 1), dtype)
+_DIMS = "*keep *samples *before group within *after"
+X, Y, ANY = f"T {_DIMS}", f"dtype {_DIMS}", f"any {_DIMS}"
+STATISTIC, VECTOR, SUM = "wide *keep *samples group", "any *keep group within", "wide *keep *samples group within"
+_STATISTICS = {"mean": STATISTIC, "variance": STATISTIC}
+_COTANGENTS = {"g": ANY, "of_mean": STATISTIC, "of_variance": STATISTIC}
 
 
-def _check(name, x, wide, statistics, vectors, batch, keep, channel):
-    fit = 0 <= keep <= batch <= channel < x.ndim - 1
-    fit = fit and all(a.shape == x.shape for a in wide)
-    fit = fit and all(a.shape == (*x.shape[:batch], x.shape[channel]) for a in statistics)
-    fit = fit and all(a.shape == (*x.shape[:keep], *x.shape[channel : channel + 2]) for a in vectors)
-    if not fit:
-        types = ", ".join(a.str_short() for a in (x, *wide, *statistics, *vectors))
-        raise ValueError(f"{name}: operands do not fit: {types}")
+def _gradients(operands, params):
+    return [X, *(f"{d.name} *keep group within" for d in params["sums"] if d is not None)]
 
 
-def _norm_shape(x, *vectors, operation, batch, keep, channel, dtype, **_):
-    _check(f"jaxkern_{operation}", x, (), (), vectors, batch, keep, channel)
-    return [x.update(dtype=dtype, weak_type=False), *[_statistic(x, batch, channel)] * 2]
-
-
-def _grad_shape(x, mean, var, *rest, operation, batch, keep, channel, sums, **_):
-    *scale, g, of_mean, of_var = rest
-    _check(f"jaxkern_{operation}_grad", x, (g,), (mean, var, of_mean, of_var), scale, batch, keep, channel)
-    return [x.update(weak_type=False), *(_vector(x, keep, channel, d) for d in sums if d is not None)]
-
-
-def _jvp_shape(x, mean, var, *rest, operation, extras, batch, keep, channel, dtype, **_):
-    at = len(extras.split())
-    vectors = (*rest[:at], *rest[at + 1 :])
-    _check(f"jaxkern_{operation}_jvp", x, rest[at : at + 1], (mean, var), vectors, batch, keep, channel)
-    return [x.update(dtype=dtype, weak_type=False), *[_statistic(x, batch, channel)] * 2]
-
-
-def _moments_shape(x, *, batch, channel, **_):
-    return [_statistic(x, batch, channel)] * 2
-
-
-def _sums_shape(x, mean, var, g, *, batch, channel, **_):
-    return [_typed(x, (*range(batch), channel, channel + 1), mean.dtype)] * 2
-
-
-def _batch(prim, operands, dims, *, batch, keep, channel, **params):
-    """The batch becomes the first dimension of all arrays: samples with parameters of their own."""
-    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-    operands = [
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
-    ]
-    ys = bind(prim, *operands, batch=batch + 1, keep=keep + 1, channel=channel + 1, **params)
-    return ys, [0] * len(ys)
+_signature = functools.partial(Signature, layout=Layout(_ranks, _grown, ("keep",)), whole={"within"})
+_REDUCED = {"before", "group", "within", "after"}
+NORM = _signature({"x": X, "scale?": VECTOR, "bias?": VECTOR}, [Y, STATISTIC, STATISTIC], exact=_REDUCED)
+GRAD = _signature(
+    {"x": X} | _STATISTICS | {"scale?": VECTOR} | _COTANGENTS, _gradients, exact=_REDUCED | {"keep", "samples"}
+)
+JVP = _signature(
+    {"x": X} | _STATISTICS | {"scale?": VECTOR, "t": X, "of_scale?": VECTOR, "of_bias?": VECTOR},
+    [Y, STATISTIC, STATISTIC],
+)
+MOMENTS = _signature({"x": X}, [STATISTIC, STATISTIC])
+SUMS = _signature({"x": X} | _STATISTICS | {"g": ANY}, [SUM, SUM])
 
 
 # ---- several devices
 
 
-class _Names(typing.NamedTuple):
-    """The names of the dimensions of x."""
-
-    x: list
-    batch: int
-    keep: int
-    channel: int
-
-    @property
-    def samples(self):
-        return self.x[: self.batch]
-
-    @property
-    def reduced(self):
-        return [*self.x[self.batch : self.channel], *self.x[self.channel + 2 :]]
-
-    @property
-    def statistic(self):
-        return [*self.samples, self.x[self.channel]]
-
-    @property
-    def vector(self):
-        return [*self.x[: self.keep], *self.x[self.channel : self.channel + 2]]
+def _shard_norm(name, prim, over, x, *vectors, **params):
+    axes = over["before"] + over["after"]
+    if not axes:
+        return bind(prim, x, *vectors, **params)
+    at = {k: params[k] for k in ("operation", "batch", "channel", "algorithm")}
+    mean, var = reference.merged(*bind(PRIMITIVES[name].moments, x, **at), axes)
+    return [reference.applied(x, mean, var, *vectors, **params), mean, var]
 
 
-def _names(x, batch, keep, channel) -> _Names:
-    names = [f"d{d}" for d in range(x.ndim)]
-    names[channel : channel + 2] = ["group", "within"]
-    return _Names(names, batch, keep, channel)
-
-
-def _along(over, names):
-    return tuple(axis for name in names for axis in over[name])
-
-
-def _partition_norm(primitives, prim, ctx, operands, params):
-    names = _names(ctx.avals_in[0], params["batch"], params["keep"], params["channel"])
-    dims = [names.x, *[names.vector] * (len(operands) - 1), names.x, names.statistic, names.statistic]
-
-    def shard(over, x, *vectors, **params):
-        axes = _along(over, names.reduced)
-        if not axes:
-            return prim.bind(x, *vectors, **params)
-        at = {k: params[k] for k in ("operation", "batch", "channel", "algorithm")}
-        mean, var = reference.merged(*primitives().moments.bind(x, **at), axes)
-        return [reference.applied(x, mean, var, *vectors, **params), mean, var]
-
-    exact = {*names.reduced, "group", "within"}
-    return partition.lower(ctx, prim, operands, params, dims, shard, exact=exact, whole={"within"})
-
-
-def _partition_grad(primitives, prim, ctx, operands, params):
-    names = _names(ctx.avals_in[0], params["batch"], params["keep"], params["channel"])
-    scale = [names.vector] * (len(operands) - 6)
-    dims = [names.x, *[names.statistic] * 2, *scale, names.x, *[names.statistic] * 2]
-    dims += [names.x, *[names.vector] * (len(ctx.avals_out) - 1)]
-
-    def shard(over, x, mean, var, *rest, **params):
-        axes, samples = _along(over, names.reduced), _along(over, names.samples[names.keep :])
-        wide = params | {"sums": tuple(None if d is None else mean.dtype for d in params["sums"])}
-        if axes:
-            at = {k: params[k] for k in ("operation", "batch", "channel", "eps", "algorithm")}
-            found = lax.psum(tuple(primitives().sums.bind(x, mean, var, rest[-3], **at)), axes)
-            dx, *parts = reference.norm_grad(x, mean, var, *rest, whole=found, split=lax.psum(1, axes), **wide)
-        else:
-            dx, *parts = prim.bind(x, mean, var, *rest, **wide)
-        parts = lax.psum(parts, samples) if samples and parts else parts
-        return [dx, *(a.astype(d) for a, d in zip(parts, (d for d in params["sums"] if d is not None)))]
-
-    return partition.lower(ctx, prim, operands, params, dims, shard, exact=set(names.x), whole={"within"})
+def _shard_grad(name, prim, over, x, mean, var, scale, g, *cotangents, sums, **params):
+    axes, samples = over["before"] + over["after"], over["samples"]
+    operands = (x, mean, var, scale, g, *cotangents)
+    wide = params | {"sums": tuple(None if d is None else mean.dtype for d in sums)}
+    if axes:
+        at = {k: params[k] for k in ("operation", "batch", "channel", "eps", "algorithm")}
+        found = lax.psum(tuple(bind(PRIMITIVES[name].sums, x, mean, var, g, **at)), axes)
+        dx, *parts = reference.norm_grad(*operands, whole=found, split=lax.psum(1, axes), **wide)
+    else:
+        dx, *parts = bind(prim, *operands, **wide)
+    parts = lax.psum(parts, samples) if samples and parts else parts
+    return [dx, *(a.astype(d) for a, d in zip(parts, (d for d in sums if d is not None)))]
 
 
 class Primitives(typing.NamedTuple):
@@ -183,22 +103,16 @@ class Primitives(typing.NamedTuple):
 
 
 def _primitives(name) -> Primitives:
-    found = lambda: PRIMITIVES[name]
-    make = functools.partial(define.primitive, several=True)
-    over = lambda rule: functools.partial(rule, found)
+    def make(suffix, signature, reference, launches=None, shard=None):
+        shard = shard and functools.partial(shard, name)
+        return primitive(f"jaxkern_{name}{suffix}", signature, reference, plan=launches, shard=shard)
+
     return Primitives(
-        make(f"jaxkern_{name}", _norm_shape, _batch, reference.norm, plan=plan.norm, partition=over(_partition_norm)),
-        make(
-            f"jaxkern_{name}_grad",
-            _grad_shape,
-            _batch,
-            reference.norm_grad,
-            plan=plan.norm_grad,
-            partition=over(_partition_grad),
-        ),
-        make(f"jaxkern_{name}_jvp", _jvp_shape, _batch, reference.norm_jvp),
-        make(f"jaxkern_{name}_moments", _moments_shape, None, reference.moments, plan=plan.moments),
-        make(f"jaxkern_{name}_sums", _sums_shape, None, reference.sums, plan=plan.sums),
+        make("", NORM, reference.norm, plan.norm, _shard_norm),
+        make("_grad", GRAD, reference.norm_grad, plan.norm_grad, _shard_grad),
+        make("_jvp", JVP, reference.norm_jvp),
+        make("_moments", MOMENTS, reference.moments, plan.moments),
+        make("_sums", SUMS, reference.sums, plan.sums),
     )
 
 

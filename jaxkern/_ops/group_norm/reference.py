@@ -60,26 +60,25 @@ def merged(mean, var, over):
     return [mean, jnp.mean(variances + (means - mean) ** 2, 0)]
 
 
-def applied(x, mean, var, *rest, extras, batch, keep, channel, eps, dtype, function=None, **_):
+def applied(x, mean, var, scale, bias, *, batch, keep, channel, eps, dtype, function=None, **_):
     """y, with these statistics. function: applied to it before it is rounded."""
-    named = dict(zip(extras.split(), rest, strict=True))
     of = lambda stat: spread(stat, x.ndim, batch, channel)
     a = of(lax.rsqrt(var + eps))
-    if "scale" in named:
-        a = a * _parameters(named["scale"], x.ndim, keep, channel, a.dtype)
+    if scale is not None:
+        a = a * _parameters(scale, x.ndim, keep, channel, a.dtype)
     y = (x.astype(a.dtype) - of(mean)) * a
-    if "bias" in named:
-        y = y + _parameters(named["bias"], x.ndim, keep, channel, a.dtype)
+    if bias is not None:
+        y = y + _parameters(bias, x.ndim, keep, channel, a.dtype)
     if function is not None:
         (y,) = function.unrounded(y)
         y = jnp.broadcast_to(y, x.shape)
     return y.astype(dtype)
 
 
-def norm(x, *rest, batch, channel, **params):
-    """[y, mean, variance]. rest: the operands that `extras` names."""
+def norm(x, scale, bias, *, batch, channel, **params):
+    """[y, mean, variance]"""
     mean, var = moments(x, batch=batch, channel=channel)
-    return [applied(x, mean, var, *rest, batch=batch, channel=channel, **params), mean, var]
+    return [applied(x, mean, var, scale, bias, batch=batch, channel=channel, **params), mean, var]
 
 
 def sums(x, mean, var, g, *, batch, channel, eps, **_):
@@ -91,26 +90,24 @@ def sums(x, mean, var, g, *, batch, channel, eps, **_):
     return [jnp.sum(g, over), jnp.sum(g * z, over)]
 
 
-def norm_grad(x, mean, var, *rest, extras, batch, keep, channel, eps, sums, whole=None, split=1, **_):
+def norm_grad(x, mean, var, scale, g, of_mean, of_var, *, batch, keep, channel, eps, sums, whole=None, split=1, **_):
     """[dx], then the gradients of scale and bias where `sums` has a dtype for them.
 
-    rest: scale, if `extras` names it; the cotangents of y, mean and variance. whole: the result of `sums` for all devices;
-    `split` devices share a sample.
+    whole: the result of `sums` for all devices; `split` devices share a sample.
     """
-    *scale, g, of_mean, of_var = rest
     of = lambda stat: spread(stat, x.ndim, batch, channel)
     rstd = lax.rsqrt(var + eps)
     z = (x.astype(mean.dtype) - of(mean)) * of(rstd)
     g = g.astype(z.dtype)
     n, axes = _count(x, batch, channel, z.dtype) * split, reduced(x.ndim, batch, channel)
-    wide = _parameters(scale[0], x.ndim, keep, channel, z.dtype) if scale else None
+    wide = None if scale is None else _parameters(scale, x.ndim, keep, channel, z.dtype)
     if whole is None:
-        h = g * wide if scale else g
+        h = g if wide is None else g * wide
         shift, slope = jnp.sum(h, axes), jnp.sum(h * z, axes)
     else:
         h = [jnp.expand_dims(a, (*range(batch, channel), *range(channel + 2, x.ndim))) for a in whole]
-        shift, slope = (jnp.sum(a * wide if scale else a, axes) for a in h)
-        h = g * wide if scale else g
+        shift, slope = (jnp.sum(a if wide is None else a * wide, axes) for a in h)
+        h = g if wide is None else g * wide
     shift, slope = shift / n - of_mean / (n * rstd), slope / n - 2 * of_var / (n * rstd * rstd)
     dx = of(rstd) * (h - of(shift) - z * of(slope))
     if whole is None:
@@ -121,15 +118,9 @@ def norm_grad(x, mean, var, *rest, extras, batch, keep, channel, eps, sums, whol
     return [dx.astype(x.dtype), *parts]
 
 
-def norm_jvp(x, mean, var, *rest, extras, batch, keep, channel, eps, dtype, sums, **_):
-    """[dy, dmean, dvariance]: the tangents of the results of `norm`.
-
-    rest: scale if `extras` names it; then dx, and the tangents of scale and bias where `sums` has a dtype for them.
-    """
-    rest = list(rest)
-    scale = rest.pop(0) if extras else None
-    t = rest.pop(0).astype(mean.dtype)
-    of_scale, of_bias = (rest.pop(0) if d is not None else None for d in sums)
+def norm_jvp(x, mean, var, scale, t, of_scale, of_bias, *, batch, keep, channel, eps, dtype, **_):
+    """[dy, dmean, dvariance]: the tangents of the results of `norm`, from tangents of x, scale and bias."""
+    t = t.astype(mean.dtype)
     of = lambda stat: spread(stat, x.ndim, batch, channel)
     rstd = lax.rsqrt(var + eps)
     deviation = x.astype(mean.dtype) - of(mean)

@@ -16,12 +16,12 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad
 
 from jaxkern._core import algorithms, compat, launch, validate
-from jaxkern._core.define import ceil_div, primitive
+from jaxkern._core.define import ceil_div
 from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, set_jvp
+from jaxkern._core.signature import FLAT, Signature, primitive
 
 # The most keys (including one for dropped updates) and positions that one run of the kernels can number in 32 bits.
 MAX_KEYS, MAX_POSITIONS = 1 << 31, 1 << 30
@@ -49,18 +49,13 @@ def check_ordered(function: str, what: str, count) -> None:
         raise ValueError(f"jaxkern.{function}: at most 2**31 - 1 {what}, got {count}")
 
 
-def _shape(index, *, rows, wrap, clip):
-    del wrap, clip
-    if index.ndim != 2 or not jnp.issubdtype(index.dtype, jnp.integer):
-        raise ValueError(f"jaxkern.sort_indices: an index of shape [batch, count] is needed, got {index.str_short()}")
-    if all(isinstance(d, int) for d in (*index.shape, rows)):
+def _sizes(operands, params):
+    (index,), rows = operands, params["rows"]
+    if index.ndim == 2 and all(isinstance(d, int) for d in (*index.shape, rows)):
         if index.shape[0] * rows >= 2**32 - 1:
             raise ValueError(f"jaxkern.sort_indices: {index.shape[0] * rows} rows are more than 32 bits number")
         check_ordered("sort_indices", "ids can be sorted", math.prod(index.shape))
-    out = {"shape": (math.prod(index.shape),), "dtype": jnp.dtype(jnp.uint32), "weak_type": False}
-    if not index.sharding.mesh.empty:
-        out["sharding"] = jax.sharding.NamedSharding(index.sharding.mesh, jax.sharding.PartitionSpec(None))
-    return [index.update(**out)] * 2
+    return {"positions": math.prod(index.shape)}
 
 
 def rows_of(index, rows, rules):
@@ -118,16 +113,15 @@ def _on_cpu(index, **params):
     return reference(index, **params, sort=packed)
 
 
-def _batch(prim, operands, dims, *, rows, **params):
+def _batch(prim, operands, dims, params):
     """One sort of the whole batch, from which each element of the batch is extracted. Keys of different elements are
     different, and keys that name no row, at the end, are in the order of their positions."""
-    (index,), (d,) = operands, dims
-    index = jnp.moveaxis(index, d, 0)
+    index, rows = jnp.moveaxis(operands.index, dims.index, 0), params["rows"]
     size, batch, count = index.shape
     known = all(isinstance(n, int) for n in (*index.shape, rows))
     if not (known and sortable(size * batch, count, rows)):
-        return jax.lax.map(lambda i: bind(prim, i, rows=rows, **params), index), [0, 0]
-    keys, order = sort_indices(index.reshape(size * batch, count), rows=rows, **params)
+        return jax.lax.map(lambda i: bind(prim, i, **params), index), [0, 0]
+    keys, order = sort_indices(index.reshape(size * batch, count), **params)
     own, each = jnp.uint32(batch * rows), batch * count
     number = jnp.arange(size + 1, dtype=jnp.uint32)
     begin = jnp.searchsorted(keys, number * own, method="scan_unrolled").astype(jnp.uint32)
@@ -141,7 +135,7 @@ def _batch(prim, operands, dims, *, rows, **params):
 
 def _jvp(primals, tangents, **params):
     out = bind(sort_indices_p, *primals, **params)
-    return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+    return out, list(map(compat.zero_tangent, out))
 
 
 # ---- the plan
@@ -348,7 +342,14 @@ def plan(device, operands, results, *, rows, wrap, clip) -> launch.Plan | None:
     return launch.Plan("radix", tuple(steps), scratch.bytes)
 
 
-sort_indices_p = primitive("jaxkern_sort_indices", _shape, _batch, reference, on_cpu=_on_cpu, several=True, plan=plan)
+sort_indices_p = primitive(
+    "jaxkern_sort_indices",
+    Signature({"index": "integer batch count"}, ["uint32 positions"] * 2, layout=FLAT, sizes=_sizes),
+    reference,
+    batch=_batch,
+    on_cpu=_on_cpu,
+    plan=plan,
+)
 set_jvp(sort_indices_p, _jvp)
 
 # ---- offsets
@@ -361,24 +362,17 @@ def row_offsets(keys, rows):
     return bind(row_offsets_p, keys, rows=rows)
 
 
-def _offsets_shape(keys, *, rows):
-    if keys.ndim != 1 or keys.dtype != jnp.uint32:
-        raise ValueError(f"jaxkern_row_offsets: uint32 keys are needed, got {keys.str_short()}")
-    return keys.update(shape=(rows + 1,), weak_type=False)
-
-
 def offsets_reference(keys, *, rows):
     return jnp.searchsorted(keys, jnp.arange(rows + 1, dtype=jnp.uint32), method="scan_unrolled").astype(jnp.uint32)
 
 
-def _batch_offsets(prim, operands, dims, **params):
-    del prim
-    return jax.vmap(functools.partial(offsets_reference, **params), dims)(*operands), 0
+def _batch_offsets(prim, operands, dims, params):
+    return jax.vmap(functools.partial(offsets_reference, **params), tuple(dims))(*operands), 0
 
 
 def _offsets_jvp(primals, tangents, **params):
     out = bind(row_offsets_p, *primals, **params)
-    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, compat.zero_tangent(out)
 
 
 def offsets_plan(device, operands, results, *, rows) -> launch.Plan | None:
@@ -393,5 +387,8 @@ def offsets_plan(device, operands, results, *, rows) -> launch.Plan | None:
     return launch.Plan("tiles", (launch.Launch("indexing/offsets.cuh", name, args, grid, OFFSETS_THREADS),))
 
 
-row_offsets_p = primitive("jaxkern_row_offsets", _offsets_shape, _batch_offsets, offsets_reference, plan=offsets_plan)
+_OFFSETS = Signature(
+    {"keys": "uint32 count"}, "uint32 ends", layout=FLAT, sizes=lambda operands, params: {"ends": params["rows"] + 1}
+)
+row_offsets_p = primitive("jaxkern_row_offsets", _OFFSETS, offsets_reference, batch=_batch_offsets, plan=offsets_plan)
 set_jvp(row_offsets_p, _offsets_jvp)

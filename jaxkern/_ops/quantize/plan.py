@@ -18,7 +18,8 @@ def cpp(flag) -> str:
 def tiles(device, operands, results, *, dtype) -> launch.Plan | None:
     """The plan for x [..., M, 128, N, 128], and perhaps a scale; None if there is no kernel for it."""
     del device, results
-    x, *given = operands
+    x, *rest = operands
+    given = any(a is not None for a in rest)
     *batch, down, height, across, width = x.shape
     blocks = math.prod(batch) * down * across
     if x.dtype.name not in DTYPES or (height, width) != (TILE, TILE) or blocks >= 2**31:
