@@ -60,12 +60,8 @@ def _taken(ctx, operation, value, reason, what) -> bool:
 
     It does not where XLA would fuse the arithmetic that makes `value`, the operand that messages call `what`.
     """
-    settings = switch.current()
-    why = switch.refusal(ctx, settings)
-    if not why and not (settings and settings.force) and stablehlo.is_arithmetic(ctx, value):
-        why = f"XLA fuses the arithmetic or slice that makes the {what}"
-    frames, size = functools.partial(compat.frames, ctx.traceback), stablehlo.size(ctx.avals_in[0])
-    return decisions.record(operation, not why, why or reason, ctx.avals_in[:1], frames, size)
+    why = decisions.why_left(ctx, value, what)
+    return decisions.record_call(ctx, operation, why, reason, ctx.avals_in[:1], stablehlo.size(ctx.avals_in[0]))
 
 
 def _register_uncached(prim, rule):

@@ -4,6 +4,7 @@ import collections
 import collections.abc
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import site
@@ -14,7 +15,7 @@ import threading
 import jax
 import numpy as np
 
-from jaxkern._core import environment, switch
+from jaxkern._core import compat, environment, stablehlo, switch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,20 @@ def record(operation, taken, reason, avals, frames, bytes=0) -> bool:
         if printed():
             print(f"jaxkern: {_line(decision)}", file=sys.stderr)
     return bool(taken)
+
+
+def record_call(ctx, operation, why, reason, avals, bytes) -> bool:
+    """`record`, for a primitive that is being lowered in `ctx`; why: it is left to XLA, "" if it is not."""
+    return record(operation, not why, why or reason, avals, functools.partial(compat.frames, ctx.traceback), bytes)
+
+
+def why_left(ctx, value, what) -> str:
+    """Why an operation of a replaced function is left to XLA, "" if it is not; it reads `value`, which messages call `what`."""
+    settings = switch.current()
+    why = switch.refusal(ctx, settings)
+    if not why and not (settings and settings.force) and stablehlo.is_arithmetic(ctx, value):
+        why = f"XLA fuses the arithmetic or slice that makes the {what}"
+    return why
 
 
 def _line(d: Decision) -> str:

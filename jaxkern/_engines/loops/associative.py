@@ -209,11 +209,8 @@ def _left(prim, ctx, operands, params) -> bool:
     why, x = switch.refusal(ctx, switch.current()), ctx.avals_in[0]
     steps = x.shape[params["axis"]]
     taken = f"{steps} steps of {x.size // max(steps, 1)} lanes in one kernel"
-    size, frames = (
-        sum(map(stablehlo.size, (*ctx.avals_in, *ctx.avals_out))),
-        functools.partial(compat.frames, ctx.traceback),
-    )
-    decisions.record("associative_scan", not why, why or taken, ctx.avals_in, frames, size)
+    size = sum(map(stablehlo.size, (*ctx.avals_in, *ctx.avals_out)))
+    decisions.record_call(ctx, "associative_scan", why, taken, ctx.avals_in, size)
     return bool(why)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from jaxkern._core import algorithms, compat, decisions, stablehlo, switch
+from jaxkern._core import algorithms, compat, decisions, stablehlo
 from jaxkern._core.rows import mask_shape
 from jaxkern._core.signature import Signature, primitive
 from jaxkern._ops.cross_entropy import one_read, plan, reference, sharding
@@ -68,26 +68,12 @@ def _left(prim, ctx, operands, params) -> bool:
     """Whether a loss that `jaxkern.accelerate` put into a program is left to XLA there."""
     if not params["options"].as_written:
         return False
-    settings = switch.current()
-    why = switch.refusal(ctx, settings)
-    narrow = None if why else stablehlo.before_widening(operands[0])
-    if (
-        not why
-        and stablehlo.is_arithmetic(ctx, operands[0] if narrow is None else narrow)
-        and not (settings and settings.force)
-    ):
-        why = "XLA fuses the arithmetic or slice that makes the logits"
+    narrow = stablehlo.before_widening(operands[0])
+    why = decisions.why_left(ctx, operands[0] if narrow is None else narrow, "logits")
     x = ctx.avals_in[0] if narrow is None else ctx.avals_in[0].update(dtype=jnp.dtype(jnp.bfloat16))
     if prim is cross_entropy_p:
-        reason = why or "loss and gradient in one read"
-        decisions.record(
-            "softmax_cross_entropy",
-            not why,
-            reason,
-            [x],
-            functools.partial(compat.frames, ctx.traceback),
-            stablehlo.size(x),
-        )
+        reason = "loss and gradient in one read"
+        decisions.record_call(ctx, "softmax_cross_entropy", why, reason, [x], stablehlo.size(x))
     return bool(why)
 
 

@@ -9,6 +9,7 @@ import jax
 from jax.interpreters import ad
 
 from jaxkern._core import compat
+from jaxkern._core.arrays import of_some
 from jaxkern._core.autodiff import defvjp
 from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.elementwise import reference
@@ -63,12 +64,7 @@ def gradient_rules(row, gradient_p, tangent_p):
                     operands[k] = tangents[k]
                 return out, bind(prim, *operands, split=split, algorithm=algorithm)
 
-            def f(*xs):
-                operands = list(primals)
-                for k, x in zip(active, xs):
-                    operands[k] = x
-                return reference(row, *operands, split=split)
-
+            f = of_some(functools.partial(reference, row, split=split), primals, active)
             return out, jax.jvp(f, [primals[k] for k in active], [tangents[k] for k in active])[1]
 
         return rule

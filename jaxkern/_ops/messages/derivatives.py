@@ -21,6 +21,7 @@ import numpy as np
 from jax.interpreters import ad
 
 from jaxkern._core import compat, functor, validate
+from jaxkern._core.arrays import of_some
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.messages.primitive import (
@@ -57,14 +58,11 @@ def _pullback(function, wrt, given, kind):
     def f(*operands):
         xs, beside_them, gs = operands[:n], operands[n : n + len(beside)], operands[n + len(beside) :]
 
-        def outputs(*varied):
-            operands = list(xs)
-            for k, x in zip(wrt, varied):
-                operands[k] = x
+        def outputs(*operands):
             ys = function.scalars(*operands)
             return [ys[k] for k in given]
 
-        ys, pull = jax.vjp(outputs, *(xs[k] for k in wrt))
+        ys, pull = jax.vjp(of_some(outputs, xs, wrt), *(xs[k] for k in wrt))
         if kind == "mean":
             gs = [(g * beside_them[0]).astype(g.dtype) for g in gs]
         if kind == "max":
@@ -213,14 +211,11 @@ def _differentiate(prim, gradients):
             ys = bind(prim, *primals, **params)
             return ys, list(map(compat.zero_tangent, ys))
 
-        def numbers(*xs):
-            operands = list(primals)
-            for k, x in zip(active, xs):
-                operands[k] = x
-            ys = f(tuple(operands), tuple(active), tuple(params.items()))
+        def numbers(*operands):
+            ys = f(operands, tuple(active), tuple(params.items()))
             return [ys[k] for k in inexact], [y for k, y in enumerate(ys) if k not in inexact]
 
-        found, pull, others = jax.vjp(numbers, *(primals[k] for k in active), has_aux=True)
+        found, pull, others = jax.vjp(of_some(numbers, primals, active), *(primals[k] for k in active), has_aux=True)
         (tangents,) = jax.linear_transpose(pull, found)(tuple(tangents[k] for k in active))
         found, tangents, others = iter(found), iter(tangents), iter(others)
         ys, dys = [], []

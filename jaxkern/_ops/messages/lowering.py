@@ -9,11 +9,6 @@ from jaxkern._ops.messages.primitive import WIDTH, edge_map_p, edge_reduce_p, or
 
 
 def _register(prim, ordered, in_jnp, ordered_plan, dims):
-    def one_order(*operands, **params):
-        return ordered.bind(*operands[:WIDTH], *operands[2 * WIDTH :], **params)
-
-    compat.needs_devices(prim)
-    mlir.register_lowering(prim, mlir.lower_fun(one_order, multiple_results=True))
     mlir.register_lowering(ordered, mlir.lower_fun(in_jnp, multiple_results=True))
     compat.taylor_rule(prim, lambda *operands, **params: in_jnp(*operands[:WIDTH], *operands[2 * WIDTH :], **params))
     lower_to_kernels(ordered, ordered_plan, in_jnp, sharding.partitioned(ordered, dims))

@@ -20,17 +20,14 @@ first one in the order, or 2**32 - 1.
 that nothing else needs is not made.
 """
 
-import functools
 import typing
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import compat, validate
-from jaxkern._core.primitive import bind, evaluate
+from jaxkern._core import compat, define, validate
+from jaxkern._core.primitive import bind
 
 ROW, OTHER, EDGE, SHARED = ENDS = ("row", "other", "edge", "shared")
 LOCATED = ("max_at", "min_at")
@@ -219,25 +216,21 @@ def _union(edges, others) -> Edges:
     return Edges(keys, order, other, jnp.concatenate([offsets, total[None]]))
 
 
-def _primitive(name, shape):
-    prim = Primitive(name)
-    prim.multiple_results = True
-    prim.def_abstract_eval(lambda *operands, **params: shape(*operands[:WIDTH], *operands[2 * WIDTH :], **params))
-    prim.def_impl(functools.partial(evaluate, prim, None))
-    batching.primitive_batchers[prim] = functools.partial(_batch, prim)
-    compat.check_nans(prim)
-    return prim
+def _primitives(name, shape) -> tuple:
+    """(The primitive, the primitive of one order). Programs call both by this name; the second is bound only where the first is
+    lowered."""
+    one_order = lambda operands: (*operands[:WIDTH], *operands[2 * WIDTH :])
+    ordered = define.primitive(name, shape, several=True, makes_nan=False)
+    prim = define.primitive(
+        name,
+        lambda *operands, **params: shape(*one_order(operands), **params),
+        _batch,
+        lambda *operands, **params: ordered.bind(*one_order(operands), **params),
+        several=True,
+    )
+    compat.needs_devices(prim)
+    return prim, ordered
 
 
-def _ordered_primitive(name, shape):
-    """Called by its name in programs; bound only where the public primitive of this name is lowered."""
-    prim = Primitive(name)
-    prim.multiple_results = True
-    prim.def_abstract_eval(shape)
-    return prim
-
-
-edge_reduce_p = _primitive("jaxkern_edge_reduce", _reduced)
-edge_map_p = _primitive("jaxkern_edge_map", _mapped)
-ordered_reduce_p = _ordered_primitive(edge_reduce_p.name, _reduced)
-ordered_map_p = _ordered_primitive(edge_map_p.name, _mapped)
+edge_reduce_p, ordered_reduce_p = _primitives("jaxkern_edge_reduce", _reduced)
+edge_map_p, ordered_map_p = _primitives("jaxkern_edge_map", _mapped)
