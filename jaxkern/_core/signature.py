@@ -318,12 +318,13 @@ def _is_of(dtype, kind, dtypes) -> bool:
 
 
 def distinct(entries) -> list:
-    """Entries of a PartitionSpec, with None for one that shares a mesh axis with an earlier one."""
+    """Entries of a PartitionSpec, with None for one that shares a mesh axis with an earlier one that is kept."""
     used, found = set(), []
     for entry in entries:
         axes = {*entry} if isinstance(entry, tuple) else {entry} - {None}
-        found.append(None if axes & used else entry)
-        used |= axes
+        kept = not axes & used
+        found.append(entry if kept else None)
+        used |= axes if kept else set()
     return found
 
 

@@ -1,0 +1,91 @@
+"""Signatures of primitives: what they refuse, the types of results, and operands by name. Their other rules are tested with the
+operations that use them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkern._core.signature import AXIS, FLAT, Signature, distinct
+
+ROWS = Signature(
+    {
+        "x": "T *lead row *trail",
+        "scale?": "wide row",
+        "*more": "any *lead? row? *trail?",
+        "group": "float32 *lead!",
+        "index?": "integer *lead *trail",
+    },
+    lambda operands, params: ["T *lead row *trail", "wide *lead *trail", "dtype length"],
+)
+
+
+def of(*shape, dtype="float32"):
+    return jax.core.ShapedArray(shape, jnp.dtype(dtype))
+
+
+def types(x, scale, more, group, index, **params):
+    flat, params = ROWS.compress((x, scale, *more, group, index), {"axis": 2, "length": 7, "dtype": "int8"} | params)
+    operands, rest = ROWS.expand(flat, params)
+    assert "given" not in rest and (operands.x, operands.scale, operands.group, operands.index) == (
+        x,
+        scale,
+        group,
+        index,
+    )
+    assert ROWS.compress(operands, rest) == (flat, params)
+    return ROWS.types("jaxkern_rows", *flat, **params)
+
+
+X, GROUP = of(2, 3, 5, 4, dtype="float16"), of(2, 3)
+
+
+@pytest.mark.parametrize("scale", [None, of(5)])
+@pytest.mark.parametrize("more", [(), (of(1, 3, 1, 4), of(2, 3, 5, 4, dtype="bool"))])
+@pytest.mark.parametrize("group", [GROUP, of(1, 1)])
+@pytest.mark.parametrize("index", [None, of(2, 3, 4, dtype="int8")])
+def test_types_of_results(scale, more, group, index):
+    found = types(X, scale, more, group, index)
+    assert [(a.shape, a.dtype.name) for a in found] == [
+        ((2, 3, 5, 4), "float16"),
+        ((2, 3, 4), "float32"),
+        ((7,), "int8"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"x": of(2, 3)},
+        {"scale": of(4)},
+        {"scale": of(5, dtype="float16")},
+        {"more": (of(2, 3, 5, 4), of(2, 3, 2, 4))},
+        {"more": (of(3, 5, 4),)},
+        {"group": of(1, 3)},
+        {"group": of(2, 3, 1)},
+        {"index": of(2, 3, 4)},
+        {"index": of(2, 3, 5, dtype="int32")},
+        {"axis": 4},
+    ],
+)
+def test_operands_that_do_not_fit(wrong):
+    given = {"x": X, "scale": None, "more": (), "group": GROUP, "index": None} | wrong
+    with pytest.raises(ValueError, match=r"jaxkern_rows: operands do not fit: x float\d+\[2,3"):
+        types(**given)
+
+
+def test_a_declaration_of_the_parameters():
+    signature = Signature(
+        {"a": lambda params: "T m n" if params["turned"] else "T n m", "b": "a n"},
+        "b m",
+        layout=FLAT,
+        sizes=lambda operands, params: {"n": 3},
+    )
+    a, b = of(3, 2), of(3)
+    assert signature.types("f", a, b, turned=False).shape == (2,)
+    with pytest.raises(ValueError, match="do not fit"):
+        signature.types("f", a, b, turned=True)
+
+
+def test_a_batch_grows_the_row_s_position_only_before_it():
+    assert [AXIS.grown({"axis": 2}, group, 0)["axis"] for group in ("lead", "trail")] == [3, 2]
+    assert distinct([None, "a", ("b", "a"), "b"]) == [None, "a", None, "b"]
