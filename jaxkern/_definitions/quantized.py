@@ -1,6 +1,8 @@
 """Operations of rows whose result is written in 8 bits: the operation, and the quantisation of its result, in one kernel.
 
-    (x[, residual][, scale][, bias], arguments of `function`...[, given])  -> q like x, scales[, s = x + residual]
+    (x, residual, *columns, *arguments of `function`, given)  -> q like x, scales[, s = x + residual]
+
+The columns are those of the operation, such as scale and bias. They, residual and the scale `given` are optional.
 
 The result of the operation, and of `function` if there is one, stays in float32 and is rounded once. scales are float32: [...]
 for rows, [..., width / block] for blocks; with a scale that is given, float32 [], max|result| of each row instead. q and scales
@@ -14,12 +16,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
 
-from jaxkern._core import compat, define, partition, validate
+from jaxkern._core import compat, validate
 from jaxkern._core.dtypes import computing
-from jaxkern._core.primitive import bind, set_jvp
-from jaxkern._core.rows import without_axis
+from jaxkern._core.primitive import bind, has_tangent, set_jvp
+from jaxkern._core.signature import FLAT, Signature
+from jaxkern._core.signature import primitive as define
 from jaxkern._definitions.quantize import largest, on_cpu, quantize
 from jaxkern._definitions.traced import of_rows, traced, vectors
 from jaxkern._engines.rows import primitive as rows_primitive
@@ -45,9 +47,9 @@ def run(operation, operands, args, given, *, numbers, algorithm, function, to, b
         if block is not None:
             rows, columns = ({k: validate.whole(a, a.ndim - 1) for k, a in of.items()} for of in (rows, columns))
         x = rows.pop("x")
-        params |= {"extras": " ".join((*rows, *columns)), "to": to, "block": block, "given": given is not None}
-        scale = [] if given is None else [given]
-        found = bind(operation.quantized, x, *rows.values(), *columns.values(), *args, *scale, **params)
+        params |= {"to": to, "block": block}
+        given_columns = [columns.get(name) for name in operation.columns]
+        found = bind(operation.quantized, x, rows.get("residual"), *given_columns, *args, given, **params)
     q, second, *total = found
     if given is not None:
         return [(q, given, largest(second)), *total]
@@ -62,21 +64,19 @@ def _quantized(y, given, to, block, over=(), mark=None):
     return [q.reshape(y.shape), second]
 
 
-def _split(operands, given):
-    """(the operands of the norm, the given scale or None)."""
-    return (operands[:-1], operands[-1]) if given else (operands, None)
-
-
-def _traced(operation, operands, extras, numbers, function, algorithm):
-    types = tuple((a.shape, a.dtype) for a in operands)
+def _traced(operation, operands, numbers, function, algorithm):
+    """(the function of rows for these operands, the operands that it takes)"""
+    names = ("x", "residual", *operation.columns)
+    given = tuple(n for n, a in zip(names, operands) if a is not None)
+    operands = [a for a in operands if a is not None]
     params = {"numbers": numbers, "function": function, "algorithm": algorithm, "dtype": jnp.dtype(jnp.float32)}
-    return traced(operation, ("x", *extras.split()), types, **params)
+    return traced(operation, given, tuple((a.shape, a.dtype) for a in operands), **params), operands
 
 
-def _reference(operation, *operands, extras, numbers, to, block, given, algorithm, function, mark=None, runner="xla"):
+def _reference(operation, *operands, numbers, to, block, algorithm, function, mark=None, runner="xla"):
     """mark: for the CPU, see _definitions/quantize.py."""
-    operands, scale = _split(operands, given)
-    f = _traced(operation, operands, extras, numbers, function, algorithm)
+    *operands, scale = operands
+    f, operands = _traced(operation, operands, numbers, function, algorithm)
     y, *total = f.variant(runner)(*operands)
     return [*_quantized(y, scale, to, block, mark=mark), *total]
 
@@ -87,85 +87,75 @@ def _reference(operation, *operands, extras, numbers, to, block, given, algorith
 def primitive(operation):
     """The primitive of an operation."""
     reference = functools.partial(_reference, operation)
-    prim = define.primitive(
+    signature = Signature(
+        {"x": ROWS, "residual?": ROWS}
+        | {f"{name}?": "any row" for name in operation.columns}
+        | {"*arguments": "any *rows? row?", "given?": "float32"},
+        _results,
+        layout=FLAT,
+        sizes=lambda operands, params: {"blocks": operands.x.shape[-1] // (params["block"] or 1)},
+        exact={"row"},
+        whole=lambda operands, params: () if params["block"] is None else {"row", "blocks"},
+    )
+    prim = define(
         f"jaxkern_{operation.name}_quantize",
-        functools.partial(_shape, f"jaxkern_{operation.name}_quantize"),
-        functools.partial(_batch, reference),
+        signature,
         reference,
+        batch=functools.partial(_batch, operation, reference),
         on_cpu=functools.partial(on_cpu, functools.partial(reference, runner="cpu"), 1),
-        several=True,
         makes_nan=False,
-        plan=functools.partial(quantized_plan.launches, operation.name),
-        partition=functools.partial(_partition, operation),
+        plan=functools.partial(_planned, operation),
+        partition=functools.partial(_partition, operation, signature),
         dtypes=quantize_plan.DTYPES,
     )
     set_jvp(prim, functools.partial(_jvp, prim))
     return prim
 
 
-def _counts(operands, extras, given):
-    """(operands that are rows, at the beginning; with columns; with arguments of the function)."""
-    names = extras.split()
-    return 1 + names.count("residual"), 1 + len(names), len(operands) - given
+ROWS = "T *rows row"
 
 
-def _shape(name, x, *rest, extras, numbers, to, block, given, algorithm, function):
-    rows, columns, args = _counts((x, *rest), extras, given)
-    operands = (x, *rest)
-    fits = all(a.shape == x.shape for a in operands[:rows]) and all(
-        a.shape == x.shape[-1:] for a in operands[rows:columns]
-    )
-    broadcast = all(
-        a.ndim == x.ndim and all(b in (1, n) for n, b in zip(x.shape, a.shape)) for a in operands[columns:args]
-    )
-    if x.ndim < 1 or not fits or not broadcast:
-        raise ValueError(f"{name}: operands do not fit: {', '.join(a.str_short() for a in operands)}")
-    y = x.update(weak_type=False)
-    scales = without_axis(y, y.ndim - 1) if block is None else y.update(shape=(*y.shape[:-1], y.shape[-1] // block))
-    return [y.update(dtype=jnp.dtype(to)), scales.update(dtype=jnp.dtype(jnp.float32)), *[y] * (rows - 1)]
+def _results(operands, params):
+    scales = "float32 *rows" if params["block"] is None else "float32 *rows blocks"
+    return ["to *rows row", scales, *([] if operands.residual is None else [ROWS])]
 
 
-def _batch(reference, prim, operands, dims, **params):
-    rows, columns, args = _counts(operands, params["extras"], params["given"])
-    if any(d is not None for d in (*dims[rows:columns], *dims[args:])):
-        ys = jax.vmap(functools.partial(reference, **params), dims)(*operands)
-        return ys, [0] * len(ys)
-    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-    first = lambda x, d: x[None] if d is None else jnp.moveaxis(x, d, 0)
-    moved = [first(x, d) if k < rows or columns <= k < args else x for k, (x, d) in enumerate(zip(operands, dims))]
-    moved[:rows] = [jnp.broadcast_to(x, (size, *x.shape[1:])) for x in moved[:rows]]
-    ys = bind(prim, *moved, **params)
+def _batch(operation, reference, prim, operands, dims, params):
+    """Columns and scales of a batch are left to XLA."""
+    if all(d is None for d in (*dims[2 : 2 + len(operation.columns)], dims.given)):
+        return None
+    ys = jax.vmap(functools.partial(reference, **params), tuple(dims))(*operands)
     return ys, [0] * len(ys)
 
 
-def _partition(operation, prim, ctx, operands, params):
-    rows, columns, args = _counts(operands, params["extras"], params["given"])
-    names, block = [f"d{d}" for d in range(ctx.avals_in[0].ndim - 1)], params["block"]
-    full = [*names, "row"]
-    dims = [full] * rows + [["row"]] * (columns - rows) + [full] * (args - columns) + [[]] * params["given"]
-    dims += [full, names if block is None else [*names, "blocks"]] + [full] * (rows - 1)
-    whole = ctx.avals_in[:args]
+def _planned(operation, device, operands, results, **params):
+    extras = " ".join(n for n in ("residual", *operation.columns) if getattr(operands, n) is not None)
+    present = [a for a in operands if a is not None]
+    params |= {"extras": extras, "given": operands.given is not None}
+    return quantized_plan.launches(operation.name, device, present, results, **params)
 
-    def shard(over, *parts, **params):
+
+def _partition(operation, signature, prim, ctx, operands, params):
+    *whole, _ = signature.expand(ctx.avals_in, params)[0]
+
+    def shard(prim, over, *parts, to, block, **params):
         if not over["row"]:
-            return prim.bind(*parts, **params)
-        parts, scale = _split(parts, params["given"])
-        chosen = {k: params[k] for k in ("extras", "numbers", "function", "algorithm")}
-        f = _traced(operation, whole, **chosen)
-        y, *total = rows_primitive.part(f, dict(zip(f.program.operands[0].dims, full)), over, parts)
-        return [*_quantized(y, scale, params["to"], None, over["row"]), *total]
+            return bind(prim, *parts, to=to, block=block, **params)
+        f, _ = _traced(operation, whole, **params)
+        *parts, scale = parts
+        names = [*(f"rows{d}" for d in range(parts[0].ndim - 1)), "row"]
+        parts = [a for a in parts if a is not None]
+        y, *total = rows_primitive.part(f, dict(zip(f.program.operands[0].dims, names)), over, parts)
+        return [*_quantized(y, scale, to, None, over["row"]), *total]
 
-    return partition.lower(
-        ctx, prim, operands, params, dims, shard, exact={"row"}, whole=() if block is None else {"row", "blocks"}
-    )
+    return signature.partition(shard, prim, ctx, operands, params)
 
 
 def _jvp(prim, primals, tangents, **params):
     """q and scales have no derivative; x + residual has one."""
     found = bind(prim, *primals, **params)
     zeros = [compat.zero_tangent(y) for y in found]
-    if "residual" in params["extras"].split():
-        given = [t for t in tangents[:2] if type(t) is not ad.Zero]
-        if given:
-            zeros[2] = functools.reduce(jnp.add, given)
+    given = [t for t in tangents[:2] if has_tangent(t)]
+    if given and primals.residual is not None:
+        zeros[2] = functools.reduce(jnp.add, given)
     return found, zeros

@@ -44,7 +44,7 @@ _BUSY_THREADS, _RESIDENT_THREADS = 480, 1024  # of the gradient, on a multiproce
 _CLUSTERS = (2, 4, 8, 16)  # blocks
 _CLUSTER_VECTORS = 512  # per block, at least, where there are few rows
 _STAGES = 4  # rows of a thread in shared memory
-_STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
+STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
 _MOST_EPILOGUE_ARGS = 16
 _EPILOGUE_DTYPES = {*DTYPES, "int32", "uint32", "int64"}
 
@@ -309,13 +309,13 @@ def _streaming(n: Norm, pack: int) -> tuple[list[Launch], int]:
     p = n.p
     blocks = min(p.rows, 4 * n.device.sm_count)
     if not p.backward:
-        return n.forward("norm/stream.cuh", f"NormStream<{n.op}, {pack}", blocks, blocks, _STREAM_THREADS), 0
+        return n.forward("norm/stream.cuh", f"NormStream<{n.op}, {pack}", blocks, blocks, STREAM_THREADS), 0
     numbers = p.rows * 4 * FLOAT_BYTES[p.computing]
     tiles = ceil_div(p.width, pack * _COLUMN_THREADS)
     parts = min(p.rows, ceil_div(16 * n.device.sm_count, tiles), 65535)
     partial = scratch(numbers) if n.gradients else null
     steps = [
-        (f"NormRowStats<{n.op}, {pack}>", n.params(blocks, scratch()), blocks, _STREAM_THREADS),
+        (f"NormRowStats<{n.op}, {pack}>", n.params(blocks, scratch()), blocks, STREAM_THREADS),
         (f"NormColumns<{n.op}, {pack}>", n.params(parts, scratch(), partial), (tiles, parts), _COLUMN_THREADS),
     ]
     launches = [Launch("norm/stream.cuh", name, [params], grid, threads) for name, params, grid, threads in steps]
