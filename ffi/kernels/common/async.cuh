@@ -138,6 +138,21 @@ template <int kBlocks> __device__ __forceinline__ void WaitOpened() {
 #endif
 }
 
+// Initialises barriers of one arrival, which the other blocks of a cluster may use after WaitOpened, and announces it. All
+// threads call it.
+template <int kBlocks, int n> __device__ __forceinline__ void OpenBarriers(Barrier (&barrier)[n]) {
+#ifdef JAXKERN_HAS_BULK_COPY
+  if constexpr (kBlocks > 1) {
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) InitBarrier(&barrier[i], 1);
+      FenceBarrierInit();
+    }
+  }
+#endif
+  ArriveOpened<kBlocks>();
+}
+
 // A barrier of `threads` threads of the block: whole warps, which must all reach it at the same place in the code.
 __device__ __forceinline__ void SyncThreads(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -184,15 +184,8 @@ template <class C, int kBlocks, int kMost> struct ClusterSums {
 
   __device__ __forceinline__ void Init() {
 #ifdef JAXKERN_HAS_BULK_COPY
-    if constexpr (kBlocks > 1) {
-      if (threadIdx.x == 0) {
-        InitBarrier(&barrier[0], 1);
-        InitBarrier(&barrier[1], 1);
-        FenceBarrierInit();
-      }
-    }
+    OpenBarriers<kBlocks>(barrier);
 #endif
-    ArriveOpened<kBlocks>();
   }
   // Waits for the other blocks to have called Init.
   __device__ __forceinline__ void Ready() { WaitOpened<kBlocks>(); }

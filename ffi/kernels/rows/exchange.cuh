@@ -74,16 +74,7 @@ template <int kBlocks, int kWarps, int kBytes> struct ClusterRoom {
   uint64_t from[2][kSenders * kWords];
   Barrier arrived[2];
 
-  __device__ __forceinline__ void Init() {
-#ifdef JAXKERN_HAS_BULK_COPY
-    if (threadIdx.x == 0) {
-      InitBarrier(&arrived[0], 1);
-      InitBarrier(&arrived[1], 1);
-      FenceBarrierInit();
-    }
-#endif
-    ArriveOpened<kBlocks>();
-  }
+  __device__ __forceinline__ void Init() { OpenBarriers<kBlocks>(arrived); }
   __device__ __forceinline__ void Ready() { WaitOpened<kBlocks>(); }
 
   // Combines the values of all warps; the lanes of a warp pass the same. `call`: the number of earlier calls. `combine`: see JoinRoom.
