@@ -18,9 +18,11 @@ from test_loss_programs import (
 )
 
 import jaxkern
-from jaxkern._core import compat
+from jaxkern._core import compat_lowering
 
-needs_moves = pytest.mark.skipif(not compat.moves_operations(), reason="this JAX's MLIR cannot move operations")
+needs_moves = pytest.mark.skipif(
+    not compat_lowering.moves_operations(), reason="this JAX's MLIR cannot move operations"
+)
 
 
 @needs_kernels

@@ -44,7 +44,7 @@ from jaxkern._accelerate.nodes import (
     unwrapped_key,
 )
 from jaxkern._accelerate.program import row_bytes
-from jaxkern._core import compat, cpp, functor
+from jaxkern._core import compat, compat_lowering, cpp, functor
 from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the lowerings of messages
@@ -98,7 +98,7 @@ def find(program, name, avals, indices, updates, clip, *, alone=False) -> Chain 
 
     indices, updates: the scatter's, values of `program`. alone: the updates are an operand, whatever makes them.
     """
-    if not compat.copies_operations():
+    if not compat_lowering.copies_operations():
         return None
     for sinks in (False,) if alone else (True, False):
         walk = Walk(program, avals[2].shape, avals[1].ndim - 1, sinks)

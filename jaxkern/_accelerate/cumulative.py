@@ -12,14 +12,14 @@ from jax.interpreters import mlir
 
 from jaxkern._accelerate import gate, registration
 from jaxkern._accelerate.arguments import decide, gated
-from jaxkern._core import algorithms, compat, decisions, stablehlo, switch
+from jaxkern._core import algorithms, compat, compat_lowering, decisions, stablehlo, switch
 from jaxkern._core.define import CUDA_TYPES
 from jaxkern._definitions import cumulative
 from jaxkern.associative_scan import of_pytrees
 
 
 def _decided(ctx, aval, axis) -> tuple[bool, str]:
-    settings, platforms = switch.current(), compat.platforms(ctx)
+    settings, platforms = switch.current(), compat_lowering.platforms(ctx)
     if not settings.force and "cuda" not in platforms:
         return False, switch.no_kernels(platforms[0])
     if not all(isinstance(n, int) and n for n in aval.shape) or aval.dtype not in gate.SCATTER_DTYPES:

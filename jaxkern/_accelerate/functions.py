@@ -26,7 +26,7 @@ from jax.interpreters import ad, mlir
 from jaxkern._accelerate import attention, cumulative, gate
 from jaxkern._accelerate.arguments import decide, gated, is_plain
 from jaxkern._accelerate.replace import Target
-from jaxkern._core import compat, decisions, stablehlo, switch, validate
+from jaxkern._core import compat, compat_lowering, decisions, stablehlo, switch, validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.autodiff import deflinear
 from jaxkern._core.primitive import bind, set_jvp
@@ -67,7 +67,7 @@ def _taken(ctx, operation, value, reason, what) -> bool:
 def _register_uncached(prim, rule):
     """Lowers `prim` by `rule`, which looks at what makes its operands; on other platforms its reference remains."""
     for platform in ("cuda", "cpu"):
-        compat.register_uncached_lowering(prim, switch.own_promotion(rule), platform)
+        compat_lowering.register_uncached_lowering(prim, switch.own_promotion(rule), platform)
     compat.needs_devices(prim)
 
 

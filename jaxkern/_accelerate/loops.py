@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxkern._accelerate import gate, registration
 from jaxkern._accelerate.program import Program
-from jaxkern._core import algorithms, compat, decisions, stablehlo, switch
+from jaxkern._core import algorithms, compat, compat_lowering, decisions, stablehlo, switch
 from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.loops import lowering, rewrites, while_lowering
 
@@ -41,7 +41,7 @@ def _take(operation, plain, ctx, avals, decision, read, decide, emit):
         return plain()
     frames = functools.partial(compat.frames, ctx.traceback)
     record = functools.partial(decisions.record, operation, avals=avals or ctx.avals_out, frames=frames)
-    if not settings.force and "cuda" not in (platforms := compat.platforms(ctx)):
+    if not settings.force and "cuda" not in (platforms := compat_lowering.platforms(ctx)):
         record(False, switch.no_kernels(platforms[0]))
         return plain()
     taken, why = decision if not settings.force else (True, "")
@@ -58,7 +58,7 @@ def _take(operation, plain, ctx, avals, decision, read, decide, emit):
     if taken and (refusal := switch.refusal(ctx, settings)):
         taken, why = False, refusal
     size = sum(map(stablehlo.size, (*avals, *ctx.avals_out))) if taken else 0
-    if not record(taken, why, bytes=size) or "cuda" not in compat.platforms(ctx):
+    if not record(taken, why, bytes=size) or "cuda" not in compat_lowering.platforms(ctx):
         return plain()
     return emit(loop)
 

@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as dialect
 
 from jaxkern._accelerate.program import Program, row_bytes, type_of
-from jaxkern._core import compat
+from jaxkern._core import compat_lowering
 from jaxkern._core.dtypes import computing
 
 MOST_NODES = 64  # operations of a message
@@ -330,7 +330,7 @@ def _elementwise(op):
     name, types = op.name, [v.type for v in op.operands]
     if not types or None in types or len(op.ir.results) != 1:  # an iota has no operands
         return None
-    attributes, (_, first), (_, last) = dict(compat.attributes(op.ir)), types[0], types[-1]
+    attributes, (_, first), (_, last) = dict(compat_lowering.attributes(op.ir)), types[0], types[-1]
     accuracy = str(attributes.get("result_accuracy", ""))
     if "mode" in accuracy and "DEFAULT" not in accuracy:
         return None

@@ -18,7 +18,7 @@ import re
 import jax.numpy as jnp
 from jax.extend.mlir import ir
 
-from jaxkern._core import compat, stablehlo
+from jaxkern._core import compat_lowering, stablehlo
 
 MOST_OPERATIONS = 64  # of a function that is looked into
 MOST_CALLS = 4  # of functions in each other
@@ -205,7 +205,7 @@ class Program:
 
     @staticmethod
     def of(ctx) -> "Program":
-        known = compat.of_module(ctx.module_context)
+        known = compat_lowering.of_module(ctx.module_context)
         if "program" not in known:
             known["program"] = Program(ctx.module_context.symbol_table)
         return known["program"]
@@ -237,7 +237,7 @@ class Program:
     def scope(self, call, outer) -> Scope | None:
         """The inside of a call; None where its function is not found."""
         if (call, outer) not in self._scopes:
-            function = compat.callee(self._symbols, call)
+            function = compat_lowering.callee(self._symbols, call)
             block = None if function is None else function.operation.regions[0].blocks[0]
             returned = None if block is None else list(block.operations[len(block.operations) - 1].operands)
             self._scopes[call, outer] = None if returned is None else Scope(call, outer, returned)
@@ -247,7 +247,7 @@ class Program:
         """Whether the function of a call consists of few pure operations, and of calls of such functions."""
         name = str(call.attributes["callee"])
         if (name, depth) not in self._functions:
-            self._functions[name, depth] = self._consists_of_pure(compat.callee(self._symbols, call), depth)
+            self._functions[name, depth] = self._consists_of_pure(compat_lowering.callee(self._symbols, call), depth)
         return self._functions[name, depth]
 
     def _consists_of_pure(self, function, depth) -> bool:
@@ -340,7 +340,7 @@ def _is_comparable(op) -> bool:
 
 
 def _identity(value, operands):
-    attributes = tuple(compat.attributes(value.op.ir))
+    attributes = tuple(compat_lowering.attributes(value.op.ir))
     place = ir.OpResult(value.ir).result_number
     return (value.op.name, value.ir.type, place, attributes, tuple(v.key for v in operands))
 

@@ -18,7 +18,7 @@ import math
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxkern._core import compat
+from jaxkern._core import compat_rewriting
 from jaxkern._core.cpp import ELEMENTWISE
 from jaxkern._core.define import CUDA_TYPES
 
@@ -150,7 +150,12 @@ class _Search:
     def shape_of(self, e):
         """(shape of the rows that an equation belongs to, whether it may begin a region), or None."""
         name = e.primitive.name
-        if e.effects or len(e.outvars) != 1 or compat.is_dropped(e.outvars[0]) or not compat.runs_anywhere(e):
+        if (
+            e.effects
+            or len(e.outvars) != 1
+            or compat_rewriting.is_dropped(e.outvars[0])
+            or not compat_rewriting.runs_anywhere(e)
+        ):
             return None
         out = e.outvars[0].aval
         if not all(getattr(v.aval, "dtype", None) in DTYPES for v in (*e.invars, *e.outvars)):
@@ -363,7 +368,7 @@ class Copies:
 
     def _is_copied(self, x, e, region) -> bool:
         name, owner = e.primitive.name, self.owner.get(x)
-        if name not in CHEAP or len(e.outvars) != 1 or e.effects or not compat.runs_anywhere(e):
+        if name not in CHEAP or len(e.outvars) != 1 or e.effects or not compat_rewriting.runs_anywhere(e):
             return False
         if not all(getattr(v.aval, "dtype", None) in DTYPES for v in (*e.invars, *e.outvars)):
             return False
@@ -401,7 +406,7 @@ class Copies:
                         (out,) = c.outvars
                         if out not in own:
                             operands = [own.get(x, x) if is_variable(x) else x for x in c.invars]
-                            own[out] = compat.new_variable(out.aval)
+                            own[out] = compat_rewriting.new_variable(out.aval)
                             found.append(c.replace(invars=operands, outvars=[own[out]]))
             found.append(e.replace(invars=[own.get(x, x) if is_variable(x) else x for x in e.invars]) if own else e)
         return found

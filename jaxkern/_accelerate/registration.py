@@ -3,7 +3,7 @@
 import functools
 import threading
 
-from jaxkern._core import compat
+from jaxkern._core import compat, compat_lowering
 
 _lock = threading.Lock()
 _registered: set = set()
@@ -19,8 +19,8 @@ def register(prim, rule, platform: str, reads_program) -> None:
         if (prim, platform) in _registered:
             return
         _registered.add((prim, platform))
-        plain = compat.lowering_rule(prim, platform)
+        plain = compat_lowering.lowering_rule(prim, platform)
         if plain is None:
             compat.warn_once(f"jaxkern.accelerate: this version of JAX has no public rule for {prim}, which XLA runs")
             return
-        compat.register_lowering_uncached_when(prim, functools.partial(rule, plain), platform, reads_program)
+        compat_lowering.register_lowering_uncached_when(prim, functools.partial(rule, plain), platform, reads_program)

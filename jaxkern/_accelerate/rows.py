@@ -15,7 +15,7 @@ import jax
 from jaxkern._accelerate import cost, regions
 from jaxkern._accelerate.functions import MARKS
 from jaxkern._accelerate.regions import FUSED, bytes_of, is_variable, variables
-from jaxkern._core import algorithms, compat, decisions, device, environment, switch
+from jaxkern._core import algorithms, compat, compat_lowering, compat_rewriting, decisions, device, environment, switch
 from jaxkern._core.cpp import Unsupported
 from jaxkern._core.define import references
 from jaxkern._core.jaxprs import CALLS, CUSTOM, called_jaxpr
@@ -43,8 +43,8 @@ def rewrite(module, jaxpr):
     settings = switch.current()
     if not switch.wanted(ROWS) or algorithms.xla_forced() or environment.xla_only():
         return jaxpr
-    ctx, seen = _Module(module), compat.of_module(module).setdefault("inlined for rows", {})
-    if id(jaxpr) in seen or not (settings.force or decisions.listened() or "cuda" in compat.platforms(ctx)):
+    ctx, seen = _Module(module), compat_lowering.of_module(module).setdefault("inlined for rows", {})
+    if id(jaxpr) in seen or not (settings.force or decisions.listened() or "cuda" in compat_lowering.platforms(ctx)):
         return jaxpr
     least, refusal = 2 if settings.force else LEAST, _refusal(ctx, settings)
     if not any(map(functools.partial(_reduces, least), jaxpr.eqns)):
@@ -67,7 +67,7 @@ def rewrite(module, jaxpr):
 
 def _refusal(ctx, settings) -> str:
     """Why no region of a module is taken."""
-    if not settings.force and "cuda" not in (platforms := compat.platforms(ctx)):
+    if not settings.force and "cuda" not in (platforms := compat_lowering.platforms(ctx)):
         return switch.no_kernels(platforms[0])
     if compat.partitioned_devices(ctx) > 1:
         return "rows on several devices, outside of shard_map"
@@ -89,7 +89,7 @@ def _inner(e):
     """The jaxpr that an equation calls, if the call is inlined; of a function that is known by name, the jaxpr of its reference."""
     if e.primitive in MARKS:
         return _reference(e.primitive, tuple((v.aval.shape, v.aval.dtype) for v in e.invars), tuple(e.params.items()))
-    if e.primitive.name not in (*CALLS, *CUSTOM) or not compat.is_inlinable(e):
+    if e.primitive.name not in (*CALLS, *CUSTOM) or not compat_rewriting.is_inlinable(e):
         return None
     inner, consts = called_jaxpr(e)
     return inner if not consts and not inner.constvars and len(inner.eqns) <= MOST_INLINED else None
@@ -114,9 +114,11 @@ def _inlined(jaxpr, seen, marks):
         for e in inner.eqns:
             called, operands, within = _inner(e), list(map(read, e.invars)), mark
             if call is not None:
-                own = [v if compat.is_dropped(v) else compat.new_variable(v.aval) for v in e.outvars]
+                own = [
+                    v if compat_rewriting.is_dropped(v) else compat_rewriting.new_variable(v.aval) for v in e.outvars
+                ]
                 env.update(zip(e.outvars, own))
-                moved = compat.inlined_equation(call, e, operands, own)
+                moved = compat_rewriting.inlined_equation(call, e, operands, own)
             else:
                 moved = e.replace(invars=operands)
             if e.primitive in MARKS:
@@ -209,7 +211,7 @@ class _Program:
         row = next((k for k, v in enumerate(arrays) if region.is_row(v)), None)
         if row is None:
             return found._replace(problem="no array of rows is read or written")
-        closed = compat.closed_jaxpr(kept, operands, region.results)
+        closed = compat_rewriting.closed_jaxpr(kept, operands, region.results)
         function = RowFunction(closed, (row, region.axis), LABEL)
         estimate, problem = _estimated(function)
         if problem:
@@ -259,7 +261,7 @@ class _Program:
                 if out in region.made:
                     copied[id(e)] = again
                 elif out in inside:
-                    again[out] = compat.new_variable(out.aval)
+                    again[out] = compat_rewriting.new_variable(out.aval)
                     nodes.append(_renamed(e, again))
                     order[id(nodes[-1])] = order[id(e)]
         for e in self.equations:
@@ -270,7 +272,9 @@ class _Program:
         for region, kernel in taken:
             like = region.reductions[0]
             params = {"function": kernel.function}
-            call = compat.new_equation(like, PRIMITIVES["row_kernel"].whole, kernel.operands, kernel.results, params)
+            call = compat_rewriting.new_equation(
+                like, PRIMITIVES["row_kernel"].whole, kernel.operands, kernel.results, params
+            )
             order[id(call)] = max(place[v] for v in kernel.results)
             nodes.append(call)
         return _sorted(sorted(nodes, key=lambda e: order[id(e)]))
@@ -345,5 +349,5 @@ def register() -> None:
     """Puts the pass in place. It changes nothing where nothing is switched on."""
     if not _hooked:
         _hooked.append(True)
-        if not compat.rewrite_jaxprs(rewrite):
+        if not compat_rewriting.rewrite_jaxprs(rewrite):
             compat.warn_once("jaxkern.accelerate: this version of JAX lowers jaxprs elsewhere, so rows stay with XLA")

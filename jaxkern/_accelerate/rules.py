@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 from jaxkern._accelerate import chains, gate, registration
 from jaxkern._accelerate import layout as layouts
 from jaxkern._accelerate.program import Program, root
-from jaxkern._core import compat, decisions, partition, stablehlo, switch
+from jaxkern._core import compat, compat_lowering, decisions, partition, stablehlo, switch
 from jaxkern._ops.indexing import primitive, reference, sharding
 from jaxkern._ops.indexing.reference import Rules
 
@@ -150,7 +150,7 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
     fallback = functools.partial(plain, ctx, *values, **params)
     if not switch.wanted(name):
         return fallback()
-    platforms, listened = compat.platforms(ctx), decisions.listened()
+    platforms, listened = compat_lowering.platforms(ctx), decisions.listened()
     frames = functools.partial(compat.frames, ctx.traceback)
     record = functools.partial(decisions.record, name, avals=avals, frames=frames)
     if not settings.force and "cuda" not in platforms:
@@ -175,7 +175,7 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
         if taken and (refusal := switch.refusal(ctx, settings)):
             taken, why = False, refusal
     if not record(taken, why, bytes=problem.bytes if chain is None else chain.bytes):
-        return compat.lower_inlined(plain, ctx, [operand.type], *values, **params)
+        return compat_lowering.lower_inlined(plain, ctx, [operand.type], *values, **params)
     own = dict(layout=layout, clip=clip, onto_identity=_is_identity(name, ctx, operand))
     if chain is not None:
         return _emit_chain(ctx, operand, indices, chain, own)
@@ -194,7 +194,7 @@ def _emit_chain(ctx, operand, indices, chain, params):
     lower = switch.own_code(mlir.lower_fun(functools.partial(chains.run, **params), multiple_results=False))
     rule = lambda ctx, *values: lower(ctx.replace(avals_in=chains.types(ctx, chain)), *values)
     key = tuple(params.values())
-    return compat.lower_shared("jaxkern_chain", key, rule, ctx, [operand.type], operand, indices, *arrays)
+    return compat_lowering.lower_shared("jaxkern_chain", key, rule, ctx, [operand.type], operand, indices, *arrays)
 
 
 class Orders(typing.NamedTuple):
@@ -210,7 +210,7 @@ class Orders(typing.NamedTuple):
 
 
 def _orders(module) -> Orders:
-    return compat.of_module(module).setdefault("orders", Orders(set(), collections.Counter()))
+    return compat_lowering.of_module(module).setdefault("orders", Orders(set(), collections.Counter()))
 
 
 def _chain(name, ctx, values, problem, layout, clip, settings):

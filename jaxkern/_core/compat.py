@@ -1,6 +1,6 @@
 """Everything that depends on the version of JAX (0.8 to 0.12), and every use of a private name.
 
-Nothing else in the package probes a version or imports from `jax._src`.
+Nothing else in the package probes a version or imports from `jax._src`, except compat_lowering.py and compat_rewriting.py.
 """
 
 import concurrent.futures
@@ -15,13 +15,12 @@ import warnings
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import func
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 from jaxlib.version import __version__ as jaxlib_version
 
 from jaxkern._core import environment
 from jaxkern._core.arrays import of_some
+from jaxkern._core.compat_lowering import Conditional
 
 
 def varying_axes(x) -> frozenset:
@@ -128,27 +127,6 @@ def merges_split_dimensions() -> bool:
 def shardy() -> bool:
     """Whether shardings are propagated by Shardy (always from 0.9) rather than GSPMD."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
-
-
-def register_uncached_lowering(prim, rule, platform) -> None:
-    """Registers a lowering rule that is called for every use of `prim`, in the function that contains the use."""
-    register_lowering_uncached_when(prim, rule, platform, lambda *_: True)
-
-
-def moves_operations() -> bool:
-    """Whether MLIR operations can be moved within their block."""
-    return all(hasattr(ir.Operation, name) for name in ("block", "is_before_in_block", "move_before"))
-
-
-def copies_operations() -> bool:
-    """Whether MLIR operations can be copied, and the copies given other operands."""
-    return all(hasattr(ir.Operation, name) for name in ("clone", "erase"))
-
-
-def attributes(operation) -> list:
-    """(name, attribute) of each attribute of an MLIR operation."""
-    found = operation.attributes
-    return list(found.items()) if hasattr(found, "items") else [(a.name, a.attr) for a in found]
 
 
 def zero_tangent(y):
@@ -307,17 +285,6 @@ def set_global(context, value) -> bool:
     return False
 
 
-class _Conditional(set):
-    """A set of primitives that contains some of them only while a condition holds."""
-
-    def __init__(self, members=()):
-        super().__init__(members)
-        self.conditions = {}
-
-    def __contains__(self, prim):
-        return super().__contains__(prim) or (prim in self.conditions and self.conditions[prim]())
-
-
 def needs_devices_when(prim, condition) -> None:
     """The same as `needs_devices`, but only while `condition()`, a function of a user context, holds.
 
@@ -328,8 +295,8 @@ def needs_devices_when(prim, condition) -> None:
         return
     from jax._src import dispatch
 
-    if not isinstance(primitives, _Conditional):
-        dispatch.prim_requires_devices_during_lowering = primitives = _Conditional(primitives)
+    if not isinstance(primitives, Conditional):
+        dispatch.prim_requires_devices_during_lowering = primitives = Conditional(primitives)
         _primitives_that_need_devices.cache_clear()
     primitives.conditions[prim] = lambda: condition() and not _lowers_without_devices()
 
@@ -342,40 +309,6 @@ def _lowers_without_devices() -> bool:
             return frame.f_locals.get("device_assignment", ()) is None
         frame = frame.f_back
     return False
-
-
-def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
-    """A lowering rule that, where `condition(module, equation, operands)` holds, sees the function that the operation stands in.
-
-    module: the context of the module. equation: the equation of a jaxpr that is being lowered. operands: its values in the module.
-
-    Where no condition of the primitive holds, JAX caches it as before. It does so too in programs for several platforms, which
-    it cannot lower uncached.
-    """
-    mlir.register_lowering(prim, rule, platform=platform)
-    with contextlib.suppress(ImportError, AttributeError):
-        from jax._src.interpreters import mlir as internal
-
-        if not isinstance(internal._uncacheable_primitives, _Conditional):
-            internal._uncacheable_primitives = _Conditional(internal._uncacheable_primitives)
-        of_platform = _uncached_when.setdefault(prim, {})
-        of_platform.setdefault(platform, []).append(condition)
-
-        def uncached():
-            lowers = sys._getframe(2).f_locals  # of the function that looks into the set
-            module = lowers["ctx"]
-            if len(module.platforms) > 1:
-                return False
-            for conditions in of_platform.get(module.platforms[0], ()), of_platform.get(None, ()):
-                for holds in conditions:
-                    if holds(module, lowers["eqn"], lowers["in_nodes"]):
-                        return True
-            return False
-
-        internal._uncacheable_primitives.conditions[prim] = uncached
-
-
-_uncached_when: dict = {}  # {primitive: {platform: conditions under which it is lowered uncached}}
 
 
 def physical(aval):
@@ -399,14 +332,6 @@ def counts_of_scan(params) -> tuple:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
-
-
-def lowering_of(prim):
-    """JAX's own lowering rule of a primitive, the one for all platforms."""
-    from jax._src.interpreters import mlir as internal
-
-    found = internal._lowerings[prim]
-    return getattr(found, "rule", found)
 
 
 # Modules of Pallas, and in each the context manager that is entered while the body of a kernel is traced.
@@ -438,114 +363,6 @@ def differentiates_softmax_by_parts() -> bool:
     return False
 
 
-def lowering_rule(prim, platform):
-    """JAX's own lowering rule of `prim` for a platform, or None where it is not found."""
-    with contextlib.suppress(ImportError, AttributeError):
-        from jax._src.interpreters import mlir as internal
-
-        entry = internal._platform_specific_lowerings[platform].get(prim) or internal._lowerings.get(prim)
-        return getattr(entry, "rule", entry)
-    return None
-
-
-def of_module(module_context) -> dict:
-    """What is noted about the module that is being lowered; it is gone when JAX has lowered the module.
-
-    A dictionary that is keyed weakly by the module would keep it alive, since notes hold operations.
-    """
-    return module_context.cached_primitive_lowerings.setdefault("jaxkern", {})
-
-
-def lower_shared(name, key, rule, ctx, results, *operands):
-    """Lowers an operation by `rule`, a lowering rule, as a call of a function that equal operations of a module share.
-
-    key: hashable; with the types of the operands it determines what the rule emits. results: the MLIR types of the results.
-    """
-    functions, types = of_module(ctx.module_context).setdefault("functions", {}), [x.type for x in operands]
-    where = platforms(ctx), ctx.module_context.axis_context, jax.config.jax_enable_x64
-    key = (key, tuple(ctx.avals_in), tuple(types), where)
-    if key not in functions:
-        function = func.FuncOp(name, ir.FunctionType.get(types, results), ip=ctx.module_context.ip)
-        function.attributes["sym_visibility"] = ir.StringAttr.get("private")
-        ctx.module_context.symbol_table.insert(function)
-        block = function.add_entry_block()
-        with ir.InsertionPoint(block):
-            func.ReturnOp(list(rule(ctx, *block.arguments)))
-        functions[key] = function.name.value  # an operation would keep the module alive
-    symbol = ir.FlatSymbolRefAttr.get(functions[key])
-    return list(func.CallOp(results, symbol, list(operands)).results)
-
-
-def lower_inlined(rule, ctx, results, *operands, **params):
-    """Lowers an operation by `rule`, which is called once for all operations of a module that are equal.
-
-    What it emits is copied to where each operation stands, as JAX does with rules that it caches. results: the MLIR types of
-    the results.
-    """
-    copy = _copy_of_body()
-    if copy is None or ctx.dim_var_values:
-        return rule(ctx, *operands, **params)
-    functions = of_module(ctx.module_context).setdefault("inlined", {})
-    key = (rule, tuple(ctx.avals_in), platforms(ctx), ctx.jaxpr_eqn_ctx, tuple(sorted(params.items())))
-    if key not in functions:
-        function = func.FuncOp("inlined", ir.FunctionType.get([x.type for x in operands], results), ip=False)
-        with ir.InsertionPoint(function.add_entry_block()):
-            func.ReturnOp(list(rule(ctx, *function.arguments, **params)))
-        functions[key] = function
-    return copy(functions[key].operation, list(operands))
-
-
-@functools.cache
-def _copy_of_body():
-    """A function (func.func, operands) that copies its body to the insertion point; None if jaxlib lacks it."""
-    with contextlib.suppress(ImportError, AttributeError):
-        from jax._src.lib import jax_mlir_ext
-
-        copy = jax_mlir_ext.inlined_func_call
-        if "block:" in (copy.__doc__ or ""):  # jax < 0.10
-            return lambda function, operands: copy(function, operands, ir.InsertionPoint.current.block)
-        return copy
-    return None
-
-
-def callee(symbols, call):
-    """The function that `call`, an operation func.call, names in a table of symbols; None if it is not found."""
-    with contextlib.suppress(KeyError, AttributeError, ValueError):
-        return symbols[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
-    return None
-
-
-def passed(value):
-    """What the caller passes as `value`, an argument of the function that is being lowered; None if it is not known.
-
-    The operation that calls the function is made after the function. But the frame of Python that lowers the caller's jaxpr
-    has the values that the current equation reads. A function that is called from several places is lowered for the first.
-    """
-    frames, frame = [], sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "jaxpr_subcomp":
-            frames.append(frame.f_locals)
-        frame = frame.f_back
-    own = [k for k, f in enumerate(frames) if value in f.get("args", ())]
-    if not own or own[-1] + 1 == len(frames):
-        return None
-    read = []
-    for node in frames[own[-1] + 1].get("in_nodes", ()):
-        read += node if isinstance(node, (tuple, list)) else [node]
-    # Before what the equation reads, a function has arguments for dimensions, tokens and constants.
-    at = len(value.owner.arguments) - ir.BlockArgument(value).arg_number
-    return read[-at] if at <= len(read) and read[-at].type == value.type else None
-
-
-def for_export(ctx) -> bool:
-    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
-
-
-def platforms(ctx) -> tuple:
-    """The platforms that an operation is lowered for."""
-    return tuple(ctx.platforms or ctx.module_context.platforms)
-
-
 def frames(traceback) -> list[tuple[str, int, str]]:
     """(file, line, function) of each frame of a JAX traceback, the innermost first."""
     found = getattr(traceback, "frames", None) or ()
@@ -571,96 +388,3 @@ def linear_loop(f, args):
     if jax.__version_info__ >= (0, 10, 2):
         return f(*args)
     return jax.jvp(f, [jnp.zeros_like(x) for x in args], list(args))[1]
-
-
-# ---- for rewriting jaxprs where JAX lowers them
-
-
-def rewrite_jaxprs(rewrite) -> bool:
-    """Makes JAX lower `rewrite(module, jaxpr)` in place of each jaxpr: of a program, a called function, a branch or a loop's body.
-
-    module: the context of the module that is being lowered. False where this version of JAX has no such place.
-    """
-    with contextlib.suppress(ImportError, AttributeError):
-        from jax._src.interpreters import mlir as internal
-
-        inner = internal.jaxpr_subcomp
-
-        @functools.wraps(inner)
-        def lowered(ctx, jaxpr, *args, **kwargs):
-            return inner(ctx, rewrite(ctx, jaxpr), *args, **kwargs)
-
-        internal.jaxpr_subcomp = lowered
-        return True
-    return False
-
-
-def is_inlinable(equation) -> bool:
-    """Whether a call can be replaced by the equations of the jaxpr that it calls, without a change to the program."""
-    params = equation.params
-    specified = any(
-        type(s).__name__ != "UnspecifiedValue"
-        for name in ("in_shardings", "out_shardings")
-        for s in params.get(name, ())
-    )
-    layouts = any(s is not None for name in ("in_layouts", "out_layouts") for s in params.get(name, ()))
-    return not (specified or layouts or equation.effects or params.get("differentiated"))
-
-
-def inlined_equation(call, inner, operands, results):
-    """The equation `inner` of the jaxpr that `call` calls, with these operands and results, in the place of the call.
-
-    It has the line of the call if its own is not the user's.
-    """
-    own, outer = inner.source_info, call.source_info
-    name = call.params.get("name")
-    stack = outer.name_stack.extend(f"jit({name})") if name else outer.name_stack
-    traceback = own.traceback
-    if traceback is None or not any(map(_is_users, frames(traceback))):
-        traceback = outer.traceback
-    source = own.replace(name_stack=stack + own.name_stack, traceback=traceback)
-    return inner.replace(invars=operands, outvars=results, source_info=source)
-
-
-_PACKAGE = str(pathlib.Path(__file__).parents[1])
-
-
-def _is_users(frame) -> bool:
-    from jax._src import source_info_util
-
-    return source_info_util.is_user_filename(frame[0]) and not frame[0].startswith(_PACKAGE)
-
-
-def runs_anywhere(equation) -> bool:
-    """Whether an equation has no metadata for XLA and no type of compute, such as the host's, of its own."""
-    context = equation.ctx
-    return context is None or not (getattr(context, "compute_type", None) or getattr(context, "xla_metadata", None))
-
-
-def new_variable(aval):
-    from jax._src import core
-
-    return core.Var(aval)
-
-
-def is_dropped(variable) -> bool:
-    """Whether nothing reads a result of an equation."""
-    return type(variable).__name__ == "DropVar"
-
-
-def closed_jaxpr(equations, operands, results):
-    """The ClosedJaxpr of these equations."""
-    jaxpr = jax.extend.core.Jaxpr((), operands, results, equations, debug_info=_no_debug_info())
-    return jax.extend.core.ClosedJaxpr(jaxpr, ())
-
-
-@functools.cache
-def _no_debug_info():
-    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-
-
-def new_equation(like, prim, operands, results, params):
-    """An equation of `prim` where the user made the equation `like`."""
-    return like.replace(
-        primitive=prim, invars=list(operands), outvars=list(results), params=params, effects=frozenset()
-    )

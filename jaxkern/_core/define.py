@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxkern._core import algorithms, compat, device, environment, launch, registry, switch
+from jaxkern._core import algorithms, compat, compat_lowering, device, environment, launch, registry, switch
 from jaxkern._core.primitive import evaluate
 
 references = {}  # of primitives, in jnp; None for those without one
@@ -147,7 +147,7 @@ def lower_to_kernels(
         if cached:
             mlir.register_lowering(prim, _rules[prim, platform], platform=platform)
         else:
-            compat.register_uncached_lowering(prim, _rules[prim, platform], platform)
+            compat_lowering.register_uncached_lowering(prim, _rules[prim, platform], platform)
 
 
 def _prepared(f, ctx, operands, params) -> tuple:

@@ -6,7 +6,7 @@ import math
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from jaxkern._core import compat
+from jaxkern._core import compat_lowering
 
 # Operations that move no more than one element for each element of their result, so that XLA fuses them.
 ELEMENTWISE = frozenset(
@@ -80,7 +80,7 @@ def is_arithmetic(ctx, value) -> bool:
                 continue
             if _is_program(function):
                 return moved
-            value = compat.passed(value)
+            value = compat_lowering.passed(value)
             if value is None:
                 return True
         elif operation.name == "func.call":
@@ -189,10 +189,10 @@ def _repeated(move, operand):
     kind = ir.RankedTensorType.get(
         ir.RankedTensorType(move.results[0].type).shape, ir.RankedTensorType(operand.type).element_type
     )
-    attributes = dict(compat.attributes(move))
+    attributes = dict(compat_lowering.attributes(move))
     for operation in (use.owner.operation for use in operand.uses):
         same = operation.name == move.name and operation.results[0].type == kind and operation.block == move.block
-        if same and dict(compat.attributes(operation)) == attributes:
+        if same and dict(compat_lowering.attributes(operation)) == attributes:
             return operation.results[0]  # made by an earlier call, in the same place
     with ir.InsertionPoint(move), move.location:
         return ir.Operation.create(move.name, [kind], [operand], attributes).results[0]
@@ -200,7 +200,7 @@ def _repeated(move, operand):
 
 def _returned(ctx, call):
     """What the function of a call returns, values inside that function."""
-    function = compat.callee(ctx.module_context.symbol_table, call)
+    function = compat_lowering.callee(ctx.module_context.symbol_table, call)
     if function is None:
         return []
     block = function.operation.regions[0].blocks[0]
@@ -217,4 +217,4 @@ def transposed(value):
     operation = getattr(value, "owner", None)
     if getattr(operation, "name", None) != "stablehlo.transpose":
         return None, None
-    return operation.operands[0], tuple(dict(compat.attributes(operation))["permutation"])
+    return operation.operands[0], tuple(dict(compat_lowering.attributes(operation))["permutation"])

@@ -12,7 +12,7 @@ import typing
 
 import jax
 
-from jaxkern._core import compat, registry
+from jaxkern._core import compat, compat_lowering, registry
 
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
 CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
@@ -140,9 +140,9 @@ def no_kernels(platform) -> str:
 
 def refusal(ctx, settings) -> str:
     """Why kernels cannot run in the program that is being lowered in `ctx`; "" if they can."""
-    if compat.for_export(ctx) and not (settings is not None and settings.export):
+    if compat_lowering.for_export(ctx) and not (settings is not None and settings.export):
         return "exported programs run without jaxkern, unless accelerate(export=True) is used"
-    if "cuda" in compat.platforms(ctx) and (reason := registry.refusal()):
+    if "cuda" in compat_lowering.platforms(ctx) and (reason := registry.refusal()):
         return f"no kernels here: {reason}"
     if compat.partitioned_devices(ctx) > 1 and not compat.may_partition_itself(ctx):
         return "XLA cannot be called back to partition it"

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxkern._core import algorithms, compat, device, environment, launch, registry, stablehlo, switch
+from jaxkern._core import algorithms, compat, compat_lowering, device, environment, launch, registry, stablehlo, switch
 from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.jaxpr import Value
 from jaxkern._engines.loops import ahead, plan, plan_rows, scan_sharding
@@ -257,7 +257,7 @@ def _of_marked(ctx, operands, params):
 
 def _register():
     scan_p = compat.scan_primitive()
-    otherwise = compat.lowering_of(scan_p)
+    otherwise = compat_lowering.lowering_of(scan_p)
 
     def rule(platform, ctx, *operands, **params):
         found = None
@@ -274,7 +274,7 @@ def _register():
 
     registry.register_cuda_target(TARGET)
     compat.needs_devices(loop_p)
-    compat.register_lowering_uncached_when(scan_p, functools.partial(rule, "cuda"), "cuda", reads_transposed)
+    compat_lowering.register_lowering_uncached_when(scan_p, functools.partial(rule, "cuda"), "cuda", reads_transposed)
     mlir.register_lowering(scan_p, functools.partial(rule, "cpu"), platform="cpu")
 
 

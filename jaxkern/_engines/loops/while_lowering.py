@@ -9,7 +9,7 @@ import functools
 from jax import lax
 from jax.interpreters import mlir
 
-from jaxkern._core import algorithms, compat, device, environment, registry, switch
+from jaxkern._core import algorithms, compat, compat_lowering, device, environment, registry, switch
 from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.loops import lowering, while_plan, while_program, while_sharding
 from jaxkern._engines.loops.while_plan import WhileCore
@@ -62,7 +62,7 @@ def _kernel(ctx, operands, params):
 
 
 def _register():
-    otherwise = compat.lowering_of(lax.while_p)
+    otherwise = compat_lowering.lowering_of(lax.while_p)
 
     def rule(platform, ctx, *operands, **params):
         found = None
