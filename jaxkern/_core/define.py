@@ -31,10 +31,7 @@ def primitive(
     taylor=None,
     makes_nan=True,
     plan=None,
-    partition=None,
-    adapt=None,
-    aliases=None,
-    **options,
+    **lowering,
 ) -> Primitive:
     """Makes a primitive with all rules except derivatives. `params` are the primitive's parameters.
 
@@ -44,9 +41,8 @@ def primitive(
     on_cpu: the reference as XLA:CPU runs it fastest; used where programs are lowered for the CPU, and for nothing else.
     taylor: a function in jnp for Taylor series; by default the reference.
     makes_nan: whether `checkify` looks for NaN in the results.
-    plan: as for `lower_to_kernels`. Without a plan there are no kernels.
-    partition(prim, ctx, operands, params), adapt(prim, *avals, **params), aliases(prim, operands, params): as for
-        `lower_to_kernels`, which takes the other options too.
+    plan, lowering: as for `lower_to_kernels`, except that partition, adapt and aliases take the primitive first. Without a plan
+        there are no kernels.
     """
     prim = Primitive(name)
     prim.multiple_results = several
@@ -63,9 +59,9 @@ def primitive(
     if on_cpu is not None:
         mlir.register_lowering(prim, lower_reference(prim, on_cpu), platform="cpu")
     if plan is not None:
-        given = {"partition": partition, "adapt": adapt, "aliases": aliases}
-        bound = {k: functools.partial(f, prim) if callable(f) else f for k, f in given.items()}
-        lower_to_kernels(prim, plan, reference, on_cpu=on_cpu, **bound, **options)
+        for k in {"partition", "adapt", "aliases"} & lowering.keys():
+            lowering[k] = functools.partial(lowering[k], prim) if callable(lowering[k]) else lowering[k]
+        lower_to_kernels(prim, plan, reference, on_cpu=on_cpu, **lowering)
     return prim
 
 
