@@ -108,7 +108,7 @@ def shapes(found):
 
 
 @needs_kernels
-@pytest.mark.parametrize("name, least", [("llama", 20), ("t5 encoder", 12)])
+@pytest.mark.parametrize("name, least", [("llama", 15), ("t5 encoder", 12)])
 def test_a_training_step(name, least):
     """Losses, norms with residuals and some of their gradients are taken."""
     loss, params, data = _by_hand.PROGRAMS[name]("bfloat16", False)
@@ -133,10 +133,10 @@ def test_the_loss_is_one_region():
 def test_what_the_backward_pass_reads():
     """The norm is computed again from its operand, with the numbers of its rows."""
     f = lambda x, s, w: jnp.sum(jnp.sin((rms_norm(x @ w, s) @ w).astype(jnp.float32)))
-    args = spec(8192, 1024), spec(1024), spec(1024, 1024)
+    args = spec(65536, 1024), spec(1024), spec(1024, 1024)
     with jaxkern.accelerate(only="rows"):
         forward, backward = regions(jax.grad(f, (0, 1, 2)), *args, platform="cuda")
-    array = 8192 * 1024 * 4
+    array = 65536 * 1024 * 4
     assert forward.bytes == pytest.approx(2 * array, rel=0.01)
     assert backward.taken and backward.bytes == pytest.approx(3 * array, rel=0.01)
 

@@ -1,35 +1,39 @@
 """How long XLA and one kernel take for a region of rows: a model of bytes, arithmetic and launches.
 
 A kernel takes the time in which a copy moves its bytes, or the time of its operations on elements, whichever is longer. The
-constants are fitted to `benchmarks/results/row_kernel-NVIDIA_H200.json` and to the regions of the programs in
-`benchmarks/_by_hand.py` on an H200 (jaxlib 0.11.2, device time); tests/test_cost.py holds the model to the former.
+constants are fitted to `benchmarks/results/row_kernel-NVIDIA_H200.json`, and to the regions of the programs in
+`benchmarks/_by_hand.py` on an H100 (jaxlib 0.11.2, device time); tests/test_cost.py holds the model to the former.
 
 XLA fuses elementwise operations into the reduction or the result that reads them, so a kernel of XLA reads arrays that are in
-memory, and again for each reduction that waits for another one. It makes one kernel of all, by Triton, if a single array of rows is
-written, nothing is summed over rows, no element is picked, and rows are short or no number of them is kept.
+memory, and again for each reduction that waits for another one: from L2 as far as all arrays fit there. It makes one kernel of
+all, by Triton, if a single array of rows is written, nothing is summed over rows, no element is picked, and rows are short or no
+number of them is kept.
 """
 
 import dataclasses
 import math
 
+from jaxkern._core import device
 from jaxkern._engines.jaxpr import MOVES, Value
 from jaxkern._engines.rows import tuning
 from jaxkern._engines.rows.core import DEAR
 from jaxkern._engines.rows.picks import PICKS
 
 GAIN = 1.03  # XLA's time over the kernel's, at least, where a region is taken
-BANDWIDTH = 4.2e12  # bytes that a copy moves in a second
+# Bytes that a copy moves in a second: on an H200, and on an H100, which stands for all other GPUs.
+H200_BANDWIDTH, BANDWIDTH = 4.2e12, 3.1e12
 LAUNCH = 1.5e-6  # seconds between a kernel and the next
 
 # Triton's kernel where it has several stages or elementary functions: in 16 bits [soft_cap, 32768x4096: 1.8 and 3.0 backward], and of
 # long rows [soft_cap, float32 8192x16384: 2.2].
 TRITON_NARROW, TRITON_LONG, LONG = 1.6, 1.4, 8192
 # Seconds of an operation of an element, and how many of them an elementary function is; coarsely where 16-bit numbers alone are stored
-# [llama: its loss 487 us, its softmax 210, backward 257; the loss of the capped transformer, with tanh in each of three passes: 1210].
+# [the loss of the capped transformer, with tanh in each of three passes, H100: 1210 us where bytes take 346; threshold, bfloat16
+# 32768x4096, H200: 160 us where they take 128].
 OPERATION, XLA_OPERATION = 0.05e-12, 0.04e-12
 FUNCTION, COARSE_FUNCTION = 12, 5
 # Seconds for each array of columns that a kernel sums over rows: blocks store partial sums, which a second kernel adds [llama, gradient
-# of a norm, bfloat16 8192x1024: 30 us for 50 MB; gated_norm backward, bfloat16 32768x4096: 338 us for 1342 MB].
+# of a norm, bfloat16 8192x1024, H100: 31 us for 50 MB; gated_norm backward, bfloat16 32768x4096, H200: 338 us for 1342 MB].
 SUMS = 13e-6
 CLUSTER_SUMS = (
     1.5  # factor where rows of 16 bits that are summed take a cluster [gated_norm backward, bfloat16 8192x16384]
@@ -46,6 +50,7 @@ class Estimate:
     kernel: float
     xla_bytes: int
     kernel_bytes: int
+    bandwidth: float
 
     @property
     def wins(self) -> bool:
@@ -53,7 +58,7 @@ class Estimate:
 
     def beside(self, moved: int) -> "Estimate":
         """The estimate with bytes that are moved because a kernel cannot be fused with its neighbours."""
-        kernel, kernel_bytes = self.kernel + moved / BANDWIDTH, self.kernel_bytes + moved
+        kernel, kernel_bytes = self.kernel + moved / self.bandwidth, self.kernel_bytes + moved
         return dataclasses.replace(self, kernel=kernel, kernel_bytes=kernel_bytes)
 
     def __str__(self):
@@ -63,12 +68,17 @@ class Estimate:
         )
 
 
-def estimate(core, plan) -> Estimate:
-    """core: of the region's row function. plan: of its kernel."""
-    model = _Model(core)
+def bandwidth(gpu) -> float:
+    """Bytes that a copy moves in a second on a GPU, a `Device`."""
+    return H200_BANDWIDTH if gpu.l2_bytes == device.H200.l2_bytes else BANDWIDTH
+
+
+def estimate(core, plan, gpu) -> Estimate:
+    """core: of the region's row function. plan: of its kernel on a GPU, a `Device`."""
+    model = _Model(core, gpu)
     xla, xla_bytes = model.xla()
     kernel, kernel_bytes = model.kernel(plan)
-    return Estimate(xla, kernel, xla_bytes, kernel_bytes)
+    return Estimate(xla, kernel, xla_bytes, kernel_bytes, model.bandwidth)
 
 
 def _bytes(v, dtype=None) -> int:
@@ -78,8 +88,12 @@ def _bytes(v, dtype=None) -> int:
 class _Model:
     """What XLA and the row engine make of a region; core: of its row function."""
 
-    def __init__(self, core):
+    def __init__(self, core, gpu):
         self.core, self.program = core, core.program
+        self.bandwidth, self.l2 = bandwidth(gpu), gpu.l2_bytes
+        # Bytes of all operands and results.
+        self.distinct = sum(_bytes(self.program.operands[k]) for k in self.program.used)
+        self.distinct += sum(_bytes(o.result, o.dtype) for o in core.outputs)
         self.made = {v: step for step in self.program.steps for v in step.results}
         self.elements = math.prod(d.size for d in (self.program.row, *self.program.others))
         types = [*(self.program.operands[k].dtype for k in core.rows), *(o.dtype for o in core.of_kind("row"))]
@@ -96,9 +110,7 @@ class _Model:
     def kernel(self, plan):
         """(seconds, bytes) of the region's kernel."""
         core = self.core
-        moved = sum(_bytes(self.program.operands[k]) for k in self.program.used)
-        moved += sum(_bytes(o.result, o.dtype) for o in core.outputs)
-        reads = plan.algorithm in ("streaming", "split")  # rows again in each stage
+        moved, reads = self.distinct, plan.algorithm in ("streaming", "split")  # rows again in each stage
         if reads:
             rows = sum(_bytes(self.program.operands[k]) for k in core.rows)
             moved += rows * (len(core.stages) - (not core.of_kind("row")))
@@ -111,21 +123,20 @@ class _Model:
             factor *= RAGGED.get(self.narrow, RAGGED[2])
         passes = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in core.passes]
         passes.append([o.value for o in core.outputs if o.kind in ("row", "columns")])
-        kept = (
-            {} if reads or self.program.row.size >= LONG else core.kept_values
-        )  # long rows have no registers for them
+        # Long rows have no registers for what is kept.
+        kept = {} if reads or self.program.row.size >= LONG else core.kept_values
         function = COARSE_FUNCTION if core.coarse else FUNCTION
         known = lambda p: {v for v, at in kept.items() if at < p}
         arithmetic = OPERATION * sum(self._operations(values, known(p), function) for p, values in enumerate(passes))
         launches = len(plan.launches) + bool(core.epilogue)
-        return max(moved * factor / BANDWIDTH, arithmetic) + columns * SUMS + launches * LAUNCH, moved
+        return max(moved * factor / self.bandwidth, arithmetic) + columns * SUMS + launches * LAUNCH, moved
 
     # ---- XLA
 
     def xla(self):
         """(seconds, bytes) of XLA's kernels."""
         core = self.core
-        kernels = []  # (values that a kernel computes, arrays that it writes)
+        kernels = []  # (bytes, factor of their time, operations) of each
         sums = [o for o in core.outputs if o.kind in ("columns", "total")]
         rows = [o for o in core.outputs if o.kind == "row"]
         picks = {id(s.origin): s.origin for s in core.steps() if s.origin and s.origin.primitive.name in PICKS}
@@ -133,7 +144,6 @@ class _Model:
         scattered = sum(e.invars[0].aval.dtype.itemsize for e in picks.values() if e.primitive.name != "gather")
         # Rows that depend on no reduction are written first, if that takes several arrays, and read from then on.
         early = [o for o in rows if isinstance(o.value, Value) and o.value.stage == 0]
-        seconds, moved = 2 * scattered * self.elements / BANDWIDTH, 2 * scattered * self.elements
         for o in early if len(early) < len(rows) else ():
             if len(self._leaves([o.value])) > 1:
                 kernels.append(self._kernel_of([o.value], [o]))
@@ -154,8 +164,13 @@ class _Model:
             if values:
                 kernels.append(self._kernel_of(values, late))
         launches = len(kernels) + 2 * bool(scattered) + any(o.kind == "columns" for o in sums)
-        seconds += sum(s for s, _ in kernels) + launches * LAUNCH
-        return seconds, moved + sum(b for _, b in kernels)
+        kernels += [(2 * scattered * self.elements, 1.0, 0)] if scattered else []
+        # What is read again lies in L2, as far as all arrays do.
+        moved = sum(b for b, *_ in kernels)
+        cached = max(0, moved - self.distinct) * min(1, self.l2 / self.distinct)
+        share = (1 - cached / moved) / self.bandwidth if moved else 0
+        seconds = sum(max(b * factor * share, n * XLA_OPERATION) for b, factor, n in kernels)
+        return seconds + launches * LAUNCH, moved
 
     def _triton(self) -> float:
         if len(self.stages) < 3 and sum(self.made[v].name in DEAR for v in self.made if v.is_row) < 2:
@@ -165,9 +180,9 @@ class _Model:
         return TRITON_LONG if self.program.row.size >= LONG else 1.0
 
     def _kernel_of(self, values, outputs, factor=1.0):
-        """(seconds, bytes) of a kernel of XLA."""
+        """(bytes, factor, operations) of a kernel of XLA. factor: of the time of its bytes."""
         moved = sum(map(_bytes, self._leaves(values))) + sum(_bytes(o.result, o.dtype) for o in outputs)
-        return max(moved * factor / BANDWIDTH, XLA_OPERATION * self._operations(values, self.stored, FUNCTION)), moved
+        return moved, factor, self._operations(values, self.stored, FUNCTION)
 
     def _leaves(self, values) -> set:
         """The arrays in memory that values of rows are computed from."""

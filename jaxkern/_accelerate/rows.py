@@ -338,8 +338,9 @@ def _estimated(function):
         return None, str(error)
     if not outputs:
         return None, "nothing is computed"
-    found = planning.plan(device.this_device(), function.avals, outputs, function=function)
-    return (None, "no kernel of the row engine takes it") if found is None else (cost.estimate(core, found), "")
+    gpu = device.this_device()
+    found = planning.plan(gpu, function.avals, outputs, function=function)
+    return (None, "no kernel of the row engine takes it") if found is None else (cost.estimate(core, found, gpu), "")
 
 
 _hooked: list = []
