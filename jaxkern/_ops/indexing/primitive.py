@@ -28,7 +28,7 @@ from jaxkern._core.primitive import bind
 from jaxkern._core.signature import Layout, Signature, primitive
 from jaxkern._ops.indexing import gather_plan, plan, reference, sharding, sort
 from jaxkern._ops.indexing.problem import REDUCTIONS
-from jaxkern._ops.indexing.reference import Rules, fill_value, greatest, least  # noqa: F401
+from jaxkern._ops.indexing.reference import Rules  # noqa: F401
 
 for _op in REDUCTIONS:
     algorithms.register(plan, _op, op=_op)
