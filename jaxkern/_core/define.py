@@ -42,7 +42,7 @@ def primitive(
     taylor: a function in jnp for Taylor series; by default the reference.
     makes_nan: whether `checkify` looks for NaN in the results.
     plan, lowering: as for `lower_to_kernels`, except that partition, adapt and aliases take the primitive first. Without a plan
-        there are no kernels.
+        there are no kernels; without a partition, too, XLA lowers the reference.
     """
     prim = Primitive(name)
     prim.multiple_results = several
@@ -58,7 +58,7 @@ def primitive(
         compat.taylor_rule(prim, taylor or reference)
     if on_cpu is not None:
         mlir.register_lowering(prim, lower_reference(prim, on_cpu), platform="cpu")
-    if plan is not None:
+    if plan is not None or lowering.get("partition") is not None:
         for k in {"partition", "adapt", "aliases"} & lowering.keys():
             lowering[k] = functools.partial(lowering[k], prim) if callable(lowering[k]) else lowering[k]
         lower_to_kernels(prim, plan, reference, on_cpu=on_cpu, **lowering)
@@ -83,7 +83,7 @@ def lower_to_kernels(
 
     plan(device, operands, results, **params): a `launch.Plan` for arrays of these types (neither empty nor of symbolic
         shape), or None if there is no kernel for them. A pure function. A plan that asks for more shared memory than the
-        device has counts as None.
+        device has counts as None. None: there are no kernels.
     reference(*operands, **params): the operation in jnp; on_cpu, if given, is what the CPU runs instead.
     partition(ctx, operands, params): lowers a call on several devices to one part per device, with `partition.lower`.
         Returning None leaves the call to XLA, which partitions the reference, as it does without `partition`.
@@ -126,7 +126,7 @@ def lower_to_kernels(
             if partition is not None and compat.may_partition_itself(ctx):
                 emit = partition
             # XLA would gather the operands of a custom call on several devices.
-            elif platform == "cuda" and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
+            elif platform == "cuda" and plan and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
                 emit = kernels
         found = (
             instead(ctx, operands, params, _lower_on(platform)) if emit is not None and instead is not None else None
