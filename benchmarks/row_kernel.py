@@ -8,6 +8,7 @@ The backward pass computes the gradients of all floating-point operands.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,7 @@ DIRECTIONS = ("forward", "backward")
 FORWARD = 0.93  # of a copy
 BACKWARD = {"float32": 0.85, "bfloat16": 0.75}
 ODD = 0.8  # forward, where rows are no whole vectors
+ACROSS_FORWARD, ACROSS_BACKWARD = 0.7, 0.5  # where the row is not the last dimension
 LONG = 0.73  # gradients of rows that take several blocks: 0.65 of the memory's bandwidth
 
 
@@ -97,6 +99,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "layer_norm": (layer_norm, "xcc"),
 }
 OPS = tuple(FUNCTIONS)
+
+
+def across_rms_norm(x, scale, axis):
+    scale = jnp.expand_dims(scale, [k for k in range(x.ndim) if k != axis])
+    return x * lax.rsqrt(jnp.mean(x * x, axis, keepdims=True) + 1e-6) * scale
+
+
+# The same along another axis than the last.
+ACROSS: dict[str, Callable[..., Any]] = {"softmax": jax.nn.softmax, "rms_norm": across_rms_norm}
 LONG_OPS = (
     "softmax",
     "rms_norm",
@@ -106,17 +117,18 @@ LONG_OPS = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """rows x width."""
+    """rows x width, or with another axis."""
 
     group: str
     shape: tuple[int, ...]
+    axis: int = -1
     cpu: bool = False
 
     arrays = 6  # that a backward pass moves
 
     @property
     def name(self) -> str:
-        return "x".join(map(str, self.shape))
+        return "x".join(map(str, self.shape)) + (f" axis {self.axis}" if self.axis != -1 else "")
 
     @property
     def size(self) -> int:
@@ -124,16 +136,18 @@ class Case:
 
     @property
     def width(self) -> int:
-        return self.shape[-1]
+        return self.shape[self.axis]
 
     def operand(self, kind: str) -> tuple[int, ...]:
-        return {"x": self.shape, "c": self.shape[-1:], "l": self.shape[:1], "s": ()}[kind]
+        return {"x": self.shape, "c": (self.width,), "l": self.shape[:1], "s": ()}[kind]
 
 
 DTYPES = {"gpu": ("float32", "bfloat16"), "cpu": ("float32",)}
 CASES = [Case("even", ((1 << 27) // n, n)) for n in (128, 512, 1024, 4096, 8192, 16384)]
 CASES += [Case("odd", ((1 << 27) // n, n)) for n in (777, 12345)]
 CASES += [Case("long", ((1 << 27) // n, n)) for n in (32768, 65536, 131072)]
+CASES += [Case("across", (1024, 64, 1024), 1), Case("across", (20, 400, 6000), 1), Case("across", (64, 1024, 1024), 1)]
+CASES += [Case("few columns", (16384, 4096), 0), Case("few columns", (1 << 20, 64), 0)]
 CPU_CASES = [Case("cpu", (2048, 1024), cpu=True)]
 QUICK = {"1048576x128", "32768x4096", "8192x16384", "172739x777"}
 
@@ -146,7 +160,9 @@ class Cell(_cell.Cell):
 
     @property
     def function(self) -> Callable[..., Any]:
-        return FUNCTIONS[self.op][0]
+        if self.case.axis == -1:
+            return FUNCTIONS[self.op][0]
+        return functools.partial(ACROSS[self.op], axis=self.case.axis)
 
     def primals(self) -> list[jax.ShapeDtypeStruct]:
         kinds = FUNCTIONS[self.op][1]
@@ -167,10 +183,13 @@ class Cell(_cell.Cell):
         return sum(s.size * s.dtype.itemsize for s in (*self.operands(), *written))
 
     def goals(self) -> list[dict[str, Any]]:
-        peers = {"goal": "peers"}
+        peers, backward = {"goal": "peers"}, self.direction == "backward"
         if self.case.group == "cpu":
             return [peers | {"against": ["xla"]}]
-        backward = self.direction == "backward"
+        if self.case.group == "few columns":  # rows are read again
+            return [peers]
+        if self.case.group == "across":
+            return [peers, {"goal": "copy", "required": ACROSS_BACKWARD if backward else ACROSS_FORWARD}]
         required = BACKWARD[self.dtype] if backward else FORWARD
         if self.case.group == "odd":
             required = min(required, ODD)
@@ -181,7 +200,7 @@ class Cell(_cell.Cell):
 
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
     for op in ops:
-        if (op in LONG_OPS) == (case.group == "long"):
+        if op in ACROSS if case.axis != -1 else (op in LONG_OPS) == (case.group == "long"):
             for direction in DIRECTIONS:
                 yield Cell(case, dtype, op, direction)
 
@@ -208,7 +227,7 @@ def programs(cell: Cell, algorithms: bool) -> list[Program]:
         return backward
 
     return [
-        Program(_goals.OURS, program(jaxkern.row_kernel(cell.function)), specs),
+        Program(_goals.OURS, program(jaxkern.row_kernel(cell.function, axis=cell.case.axis)), specs),
         Program("xla", program(cell.function), specs),
     ]
 

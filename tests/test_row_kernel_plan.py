@@ -65,20 +65,23 @@ CASES = [
 ]
 
 
-# The row is dimension 1 of these.
+# The row is dimension 1 of these. (name, function, shape of x, shape of w, dtype, whether the gradient); threads of a block hold
+# the first, of a cluster the second, and the third is read again.
 ACROSS = [
-    ("softmax", lambda x, w: jax.nn.softmax(x * w[:, None], 1), (30, 5, 12), "bfloat16", True),
+    ("softmax", lambda x, w: jax.nn.softmax(x * w, 1), (30, 5, 12), (5, 1), "bfloat16", True),
     (
         "norm",
-        lambda x, w: x * jax.lax.rsqrt(jnp.mean(x * x, 1, keepdims=True)) * w[:, None],
-        (2, 5000, 6),
+        lambda x, w: x * jax.lax.rsqrt(jnp.mean(x * x, 1, keepdims=True)) * w,
+        (2, 2100, 6),
+        (2100, 1),
         "float32",
         True,
     ),
     (
         "total",
-        lambda x, w: (jax.nn.logsumexp(x + w[:, None], 1), jnp.sum(x * x), jnp.argmax(x, 1)),
+        lambda x, w: (jax.nn.log_softmax(x + w, 1), jnp.sum(x * x), jnp.argmax(x, 1)),
         (2, 50, 64),
+        (2, 50, 1),
         "float32",
         False,
     ),
@@ -88,18 +91,21 @@ ACROSS = [
 @needs_compiler
 @plans.needs_runtime
 @pytest.mark.parametrize("algorithm", ["strided", "split"])
-@pytest.mark.parametrize("name, f, shape, dtype, gradient", ACROSS, ids=[case[0] for case in ACROSS])
-def test_strided_kernels_on_the_cpu(name, f, shape, dtype, gradient, algorithm, monkeypatch):
+@pytest.mark.parametrize("name, f, shape, of_w, dtype, gradient", ACROSS, ids=[case[0] for case in ACROSS])
+def test_strided_kernels_on_the_cpu(name, f, shape, of_w, dtype, gradient, algorithm, monkeypatch):
     monkeypatch.setattr(tuning, "GROUPED_BLOCKS", 2)
     monkeypatch.setattr(tuning, "SUM_GROUPS", 2)
-    args = operands("x", shape, dtype) + operands("n", (shape[1], 1), dtype)
+    if name == "total":
+        monkeypatch.setattr(tuning, "STRIDED_HELD", ())
+    args = operands("x", shape, dtype) + operands("x", of_w, dtype, 1)
     function, _, _ = trace(f, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args], 1 - len(shape), name)
     if gradient:
-        args += operands("x", function.results[0].shape, dtype, 1)
+        args += operands("x", function.results[0].shape, dtype, 2)
         function = function.vjp((0, 1))
     assert len(function.used()) == len(args)
     found = planned(function, algorithm, SMALL)
     assert found.algorithm == algorithm
+    assert (found.launches[0].cluster > 1) == (name == "norm" and algorithm == "strided")
     check(found, function, args, dtype)
 
 

@@ -1,6 +1,6 @@
 // Row functions of rows that are not contiguous: the row is not the last dimension of its arrays.
 //
-//     StridedRowsKernel<F, N, kLanes, kPacks, kThreads, kMinBlocks, kStage, kStreams>
+//     StridedRowsKernel<F, N, kLanes, kPacks, kThreads, kMinBlocks, kBlocks, kStage, kStreams, kSame>
 //     JoinPartsKernel<F, kStage, kLanes, kThreads>
 //
 // F and its stages are as in rows.cuh. Rows that are adjacent in memory are computed together: a thread reads the same element of N
@@ -8,8 +8,8 @@
 // such threads share the elements of a tile: group g has elements g, g + groups, and so on. Groups join what they have reduced through
 // shuffles and shared memory, always in the same order.
 //
-// kStage = -1: a block computes a tile in one launch. A thread holds all of its elements, kPacks of each row, in registers. With kStreams
-// it has more of them, and each stage reads them again, kPacks at a time.
+// kStage = -1: a block, or a cluster of kBlocks blocks (sm_90 and newer), computes a tile in one launch. A thread holds all of its
+// elements, kPacks of each row, in registers. With kStreams it has more of them, and each stage reads them again, kPacks at a time.
 //
 // kStage >= 0, with kStreams: `parts` blocks share the elements of a tile. The launch with kStage = s < F::kStages reduces stage s of each
 // part and leaves the result in scratch, where JoinPartsKernel<F, s> joins all parts of a row in order. The launch with
@@ -20,7 +20,8 @@
 //
 // Sums over rows: each block writes the sums of its own rows, one for each element of a row. SumOverBlocks adds
 // them in order.
-// On entry: rows start on N elements in every array, and the number of adjacent rows is a multiple of N.
+// Bit k of kSame: array k of rows is the same in rows that are adjacent.
+// On entry: rows start on N elements in all other arrays, and the number of adjacent rows is a multiple of N.
 #pragma once
 
 #include "rows.cuh"
@@ -36,32 +37,73 @@ template <class F> struct StridedRowArgs {
   int64_t tiles, parts, each;     // each: elements of a part, at most
 };
 
-// Combines the partial results of the groups of a block, N from each thread; all threads of a lane get the result. `room` has
-// space for N * kLanes of them from each warp, and as many again. It may be used again at once.
-template <class F, int s, int N, int kLanes, int kThreads>
-__device__ __forceinline__ void JoinGroups(typename RowStages<F>::template Partial<s> (&sum)[N], uint64_t* room) {
+// Shared memory of a block, where JoinGroups combines N * kLanes partial results.
+template <class F, int N, int kLanes, int kThreads, int kBlocks> struct GroupRoom {
+  static constexpr int kWarps = kThreads / kWarp, kColumns = N * kLanes;
+  static constexpr int kWords = (RowStages<F>::template LargestPartial<0>() * kColumns + 7) / 8 + 1;
+  uint64_t of_warps[kWarps * kWords], joined[kWords], of_blocks[2][kBlocks > 1 ? kBlocks * kWords : 1];
+};
+
+// Writes a value to the shared memory of a block of the cluster, where it is known after SyncBlocks.
+template <class P, class Room>
+__device__ __forceinline__ void StoreToBlock(P* at, const P& value, const Room& room, uint32_t rank) {
+#ifdef JAXKERN_EMULATED
+  memcpy(emulated::Peer(at, room, rank), &value, sizeof value);
+#elif defined(JAXKERN_HAS_BULK_COPY)
+  uint32_t remote, words[sizeof(P) / 4];
+  memcpy(words, &value, sizeof value);
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(SharedAddress(at)), "r"(rank));
+#pragma unroll
+  for (int w = 0; w < static_cast<int>(sizeof(P) / 4); ++w)
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote + 4 * w), "r"(words[w]) : "memory");
+#endif
+}
+__device__ __forceinline__ void SyncBlocks() {
+  __syncwarp();
+#ifdef JAXKERN_EMULATED
+  emulated::Wait(emulated::kAtCluster);
+#elif defined(JAXKERN_HAS_BULK_COPY)
+  SyncCluster();
+#endif
+}
+
+// Combines the partial results of stage s of all groups of a block or cluster, N from each thread; all threads of a lane get the
+// result. The room may be used for the next stage at once. ArriveOpened precedes the first call.
+template <class F, int s, int N, int kLanes, int kThreads, int kBlocks>
+__device__ __forceinline__ void JoinGroups(typename RowStages<F>::template Partial<s> (&sum)[N],
+                                           GroupRoom<F, N, kLanes, kThreads, kBlocks>& room) {
   using Partial = typename RowStages<F>::template Partial<s>;
   constexpr int kWarps = kThreads / kWarp, kColumns = N * kLanes;
   const typename RowStages<F>::template Combine<s> combine;
   const int lane = threadIdx.x % kLanes;
 #pragma unroll
   for (int i = 0; i < N; ++i) sum[i] = combine.template Lanes<kWarp, kLanes>(sum[i]);
-  Partial* const of_warps = reinterpret_cast<Partial*>(room);
-  Partial* const joined = of_warps + kWarps * kColumns;
+  Partial* const of_warps = reinterpret_cast<Partial*>(room.of_warps);
+  Partial* const of_blocks = reinterpret_cast<Partial*>(room.of_blocks[s % 2]);
+  Partial* const joined = reinterpret_cast<Partial*>(room.joined);
   if (threadIdx.x % kWarp < kLanes) {
 #pragma unroll
     for (int i = 0; i < N; ++i) of_warps[threadIdx.x / kWarp * kColumns + i * kLanes + lane] = sum[i];
   }
   __syncthreads();
-  for (int c = threadIdx.x; c < kColumns; c += kThreads) joined[c] = combine.All(of_warps + c, kColumns, kWarps);
+  if constexpr (s == 0) WaitOpened<kBlocks>();
+  for (int c = threadIdx.x; c < kColumns; c += kThreads) {
+    const Partial all = combine.All(of_warps + c, kColumns, kWarps);
+    if constexpr (kBlocks == 1) {
+      joined[c] = all;
+    } else {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) StoreToBlock(&of_blocks[blockIdx.x % kBlocks * kColumns + c], all, room, b);
+    }
+  }
+  if constexpr (kBlocks > 1) {
+    SyncBlocks();
+    for (int c = threadIdx.x; c < kColumns; c += kThreads) joined[c] = combine.All(of_blocks + c, kColumns, kBlocks);
+  }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < N; ++i) sum[i] = joined[i * kLanes + lane];
 }
-
-// Words of the room of JoinGroups.
-template <class F, int N, int kLanes, int kThreads> constexpr int kJoinWords =
-    (RowStages<F>::template LargestPartial<0>() * (kThreads / kWarp + 1) * N * kLanes + 7) / 8 + 1;
 
 // The numbers of a row after stage s and all after it, up to `kEnd`, from what JoinPartsKernel left in scratch.
 template <class F, int s, int kEnd>
@@ -74,7 +116,8 @@ __device__ __forceinline__ void JoinedNumbers(const StridedRowArgs<F>& a, int64_
   }
 }
 
-template <class F, int N, int kLanes, int kPacks, int kThreads, int kStage, bool kStreams> struct StridedRows {
+template <class F, int N, int kLanes, int kPacks, int kThreads, int kBlocks, int kStage, bool kStreams, uint32_t kSame>
+struct StridedRows {
   using Engine = RowEngine<F>;
   using Stages = typename Engine::Stages;
   using Numbers = typename Engine::Numbers;
@@ -86,7 +129,7 @@ template <class F, int N, int kLanes, int kPacks, int kThreads, int kStage, bool
   static constexpr bool kAlone = kStage < 0;                                   // the block computes all of its rows
 
   const StridedRowArgs<F>& a;
-  uint64_t* const room;
+  GroupRoom<F, N, kLanes, kThreads, kBlocks>& room;
   int64_t at[kRows + 1], to[kResults + 1], row, tile;
   int begin, end;  // elements of this block
   bool live;
@@ -114,11 +157,15 @@ template <class F, int N, int kLanes, int kPacks, int kThreads, int kStage, bool
     }
   }
 
+  template <bool same, class R> __device__ __forceinline__ Pack<R, N> LoadOne(const R* from) {
+    if (!live) return ZeroPack<R, N>();
+    if constexpr (same) return Filled<R, N>(Element(LoadRowElement<R>(from, policy), 0));
+    else return LoadRowPack<R, N>(from, policy);
+  }
   template <class... R, size_t... I>
   __device__ __forceinline__ void Load(Packs& pack, int element, Types<R...>, std::index_sequence<I...>) {
     ((At<I>(pack) =
-          live ? LoadRowPack<R, N>(static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I], policy)
-               : ZeroPack<R, N>()),
+          LoadOne<(kSame >> I & 1) != 0>(static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I])),
      ...);
   }
   __device__ __forceinline__ void LoadAll(int first) {
@@ -185,7 +232,7 @@ template <class F, int N, int kLanes, int kPacks, int kThreads, int kStage, bool
       for (int i = 0; i < N; ++i) {
         if constexpr (F::Pivots(s)) most[i] = sum[i].most.v0;
       }
-      JoinGroups<F, s, N, kLanes, kThreads>(sum, room);
+      JoinGroups<F, s>(sum, room);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         Stages::template After<s>(n[i], sum[i]);
@@ -262,11 +309,13 @@ template <class F, int N, int kLanes, int kPacks, int kThreads, int kStage, bool
   template <size_t... I, size_t... K>
   __device__ __forceinline__ void Run(std::index_sequence<I...>, std::index_sequence<K...>) {
     // What the launch before has read last may still be in L2: every other launch begins at the end.
-    const int64_t block = kStage > 0 && kStage % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, part = block / a.tiles;
-    tile = block % a.tiles;
+    const int64_t block = kStage > 0 && kStage % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int64_t part = kBlocks > 1 ? block % kBlocks : block / a.tiles;
+    tile = kBlocks > 1 ? block / kBlocks : block % a.tiles;
     begin = static_cast<int>(min(part * a.each, a.rows.width)),
     end = static_cast<int>(min(begin + a.each, a.rows.width));
     policy = MakeReadPolicy(a.rows.exceeds_l2);
+    if constexpr (F::kStages > 0) ArriveOpened<kBlocks>();
     const int64_t own = (tile * kLanes + threadIdx.x % kLanes) * N;
     live = own < a.rows.rows;
     row = live ? own : 0;
@@ -281,7 +330,7 @@ template <class F, int N, int kLanes, int kPacks, int kThreads, int kStage, bool
     if constexpr (kStage >= 0 && kStage < F::kStages) {
       Partial<kStage> sum[N];
       Reduce<kStage>(sum);
-      JoinGroups<F, kStage, N, kLanes, kThreads>(sum, room);
+      JoinGroups<F, kStage>(sum, room);
       auto* const out = static_cast<Partial<kStage>*>(a.partial[kStage]) + part * a.rows.rows + row;
       if (live && threadIdx.x < kLanes) {
 #pragma unroll
@@ -297,10 +346,12 @@ template <class F, int N, int kLanes, int kPacks, int kThreads, int kStage, bool
   }
 };
 
-template <class F, int N, int kLanes, int kPacks, int kThreads, int kMinBlocks, int kStage, bool kStreams>
+template <class F, int N, int kLanes, int kPacks, int kThreads, int kMinBlocks, int kBlocks, int kStage, bool kStreams,
+          uint32_t kSame>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) StridedRowsKernel(const __grid_constant__ StridedRowArgs<F> a) {
-  __shared__ uint64_t room[kJoinWords<F, N, kLanes, kThreads>];
-  StridedRows<F, N, kLanes, kPacks, kThreads, kStage, kStreams> rows{a, room};
+  using Room = GroupRoom<F, N, kLanes, kThreads, kBlocks>;
+  JAXKERN_SHARED(Room, room);
+  StridedRows<F, N, kLanes, kPacks, kThreads, kBlocks, kStage, kStreams, kSame> rows{a, room};
   rows.Run(typename RowEngine<F>::RowIndex(), typename RowEngine<F>::ResultIndex());
 }
 
@@ -310,9 +361,9 @@ template <class F, int kStage, int kLanes, int kThreads> struct JoinParts {
   using Stages = typename Engine::Stages;
   using Partial = typename Engine::template Partial<kStage>;
 
-  template <class... T, size_t... I> static __device__ __forceinline__ void Run(const StridedRowArgs<F>& a,
-                                                                                uint64_t* room, Types<T...>,
-                                                                                std::index_sequence<I...>) {
+  template <class... T, size_t... I>
+  static __device__ __forceinline__ void Run(const StridedRowArgs<F>& a, GroupRoom<F, 1, kLanes, kThreads, 1>& room,
+                                             Types<T...>, std::index_sequence<I...>) {
     constexpr int kGroups = kThreads / kLanes;
     const int group = threadIdx.x / kLanes, parts = static_cast<int>(a.parts);
     const int64_t own = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x % kLanes;
@@ -326,7 +377,7 @@ template <class F, int kStage, int kLanes, int kThreads> struct JoinParts {
       sum[0] = typename Stages::template Combine<kStage>().All(partial + group * a.rows.rows, kGroups * a.rows.rows,
                                                                (parts - group + kGroups - 1) / kGroups);
     }
-    JoinGroups<F, kStage, 1, kLanes, kThreads>(sum, room);
+    JoinGroups<F, kStage>(sum, room);
     const bool mine = own < a.rows.rows && group == 0;
     if (mine) partial[a.parts * a.rows.rows] = sum[0];
     if constexpr (kStage + 1 == F::kStages && Engine::kNumberResults + Engine::kTotals > 0) {
@@ -345,7 +396,8 @@ template <class F, int kStage, int kLanes, int kThreads> struct JoinParts {
 
 template <class F, int kStage, int kLanes, int kThreads> __global__ void __launch_bounds__(kThreads)
     JoinPartsKernel(const __grid_constant__ StridedRowArgs<F> a) {
-  __shared__ uint64_t room[kJoinWords<F, 1, kLanes, kThreads>];
+  using Room = GroupRoom<F, 1, kLanes, kThreads, 1>;
+  JAXKERN_SHARED(Room, room);
   JoinParts<F, kStage, kLanes, kThreads>::Run(a, room, typename F::Totals(), typename RowEngine<F>::TotalIndex());
 }
 

@@ -205,12 +205,15 @@ def _has_clusters(device) -> bool:
 
 
 class Across(typing.NamedTuple):
-    """How blocks compute such rows: threads side by side, packs of each thread at a time, whether it reads them again."""
+    """How blocks compute such rows: threads side by side, packs of each thread at a time, whether it reads them again, and the
+    blocks of a cluster.
+    """
 
     lanes: int
     packs: int
     threads: int
     streams: bool
+    cluster: int = 1
 
 
 def strided_pack(inner, itemsize, numbers) -> int:
@@ -224,41 +227,51 @@ def strided_pack(inner, itemsize, numbers) -> int:
 def across(problem, device, holds=True) -> Across:
     """holds: whether a thread may hold its elements of rows, so that they are read once."""
     pack, width = problem.pack, problem.width
+    words = _words(problem)
+    again = problem.stages + problem.stores > 1
+    side_by_side = power_of_2(ceil_div(problem.inner, pack))
+    narrow = power_of_2(ceil_div(tuning.STRIDED_BYTES, pack * problem.itemsize))
+    packs = max(1, int(tuning.STRIDED_WORDS / words))
     # Of short rows, several that are not adjacent are in a block, too.
-    widest = min(32, max(power_of_2(ceil_div(problem.inner, pack)), 128 // power_of_2(width)))
-    narrowest = min(widest, power_of_2(ceil_div(tuning.STRIDED_BYTES, pack * problem.itemsize)))
-    words = pack * problem.bytes / 4
-    for most in tuning.STRIDED_HELD if holds and problem.stages + problem.stores > 1 else ():
-        lanes, groups = widest, ceil_div(width, max(1, int(tuning.STRIDED_WORDS / words)))
-        while lanes > narrowest and (
-            groups * lanes > most
-            or (device is not None and problem.rows < tuning.STRIDED_BLOCKS * device.sm_count * lanes * pack)
-        ):
+    widest = lambda threads, packs: min(32, max(side_by_side, threads // power_of_2(ceil_div(width, packs))))
+    few = lambda lanes: device is not None and problem.rows < tuning.STRIDED_BLOCKS * device.sm_count * lanes * pack
+    for most, cluster in tuning.STRIDED_HELD if holds and again else ():
+        lanes, own = widest(128, packs), ceil_div(width, cluster)
+        groups = ceil_div(own, packs)
+        while lanes > narrow and (groups * lanes > most or few(lanes)):
             lanes //= 2
         threads = max(128, 32 * ceil_div(groups * lanes, 32))
-        how = Across(lanes, ceil_div(width * lanes, threads), threads, False)
-        if threads <= most and _room(how, problem) <= tuning.STRIDED_ROOM:
+        how = Across(lanes, ceil_div(own * lanes, threads), threads, False, cluster)
+        if threads <= most and (cluster == 1 or _has_clusters(device)) and _room(how, problem) <= tuning.STRIDED_ROOM:
             return how
-    packs, lanes = max(1, int(tuning.STRIDED_FLIGHT / words)), widest
-    while lanes > 1 and _room(Across(lanes, packs, tuning.STRIDED_THREADS, True), problem) > tuning.STRIDED_ROOM:
+    threads, packs = tuning.STRIDED_THREADS, max(1, int(tuning.STRIDED_FLIGHT / words))
+    lanes = widest(threads, packs)
+    while lanes > 1 and _room(Across(lanes, packs, threads, True), problem) > tuning.STRIDED_ROOM:
         lanes //= 2
-    return Across(lanes, packs, tuning.STRIDED_THREADS, True)
+    return Across(lanes, packs, threads, True)
+
+
+def _words(problem) -> float:
+    """Words of a pack of all rows; one of 16 bits takes a word."""
+    return max(problem.pack * problem.bytes / 4, problem.bytes / problem.itemsize)
 
 
 def keeps_across(how, problem) -> bool:
     """Whether threads keep dear values from one stage to the next."""
-    return not how.streams and how.packs * problem.pack * (problem.bytes / 4 + problem.kept) <= tuning.STRIDED_KEPT
+    most = tuning.STRIDED_KEPT[max(2, problem.itemsize)]
+    return not how.streams and how.packs * (_words(problem) + problem.pack * problem.kept) <= most
 
 
 def _room(how, problem) -> int:
     """Bytes of shared memory in which the threads of a block join what they reduced (JoinGroups in strided.cuh)."""
-    return how.lanes * problem.pack * (how.threads // 32 + 1) * problem.partial
+    columns, blocks = how.lanes * problem.pack, 2 * how.cluster if how.cluster > 1 else 0
+    return (columns * problem.partial + 16) * (how.threads // 32 + 1 + blocks)
 
 
 def strided_blocks(how, problem) -> int:
     """Blocks of a multiprocessor that leave enough registers to each thread; compare `resident`."""
     kept = problem.kept if keeps_across(how, problem) else 0
-    words = problem.pack * (how.packs * (problem.bytes / 4 + kept) + problem.numbers + problem.partial / 4)
+    words = how.packs * (_words(problem) + problem.pack * kept) + problem.pack * (problem.numbers + problem.partial / 4)
     registers = next(r for most, r in tuning.STRIDED_REGISTERS if words <= most)
     return max(1, min(65536 // registers // how.threads, 200 * 1024 // (_room(how, problem) + 1024)))
 

@@ -213,13 +213,13 @@ class _Rows(typing.NamedTuple):
         core, stages, splits = self.core, len(self.core.stages), algorithm == "split"
         how = across(problem, self.device, holds=not splits)
         lanes, pack, tiles = how.lanes, problem.pack, tiles_of(how, problem)
-        parts = parts_of(problem, self.device, forced=True) if splits else 1
+        parts = parts_of(problem, self.device, forced=True) if splits else how.cluster
         code = self.code(keeps=keeps_across(how, problem))
         across_parts = 32 if parts <= 32 else 8  # rows of a block that joins parts
         groups = max(4, min(512 // across_parts, power_of_2(ceil_div(parts, 4))))
         join_blocks = ceil_div(self.rows, across_parts)
-        used = 2 * problem.partial * (lanes * pack * (how.threads // 32 + 1) + 1) + 512 * core.total_bytes
-        if code is None or max(tiles * parts, join_blocks) >= 1 << 31 or used > 2 * SHARED:
+        used = tuning.STRIDED_ROOM + 512 * core.total_bytes
+        if code is None or max(tiles * parts, join_blocks) >= 1 << 31 or used > SHARED:
             return None
         partials, scratch = [], 0
         for size in core.partial_bytes if splits else ():
@@ -238,10 +238,14 @@ class _Rows(typing.NamedTuple):
             i64(parts),
             i64(ceil_div(self.width, parts)),
         )
-        most = strided_blocks(how, problem)
-        name = f"StridedRowsKernel<{NAME}, {pack}, {lanes}, {how.packs}, {how.threads}, {most}, {{}}, {str(how.streams).lower()}>"
+        most, inner = strided_blocks(how, problem), self.function.program.others[-1]
+        same = sum(1 << k for k, at in enumerate(core.rows) if inner not in self.function.program.operands[at].dims)
+        sizes = f"{pack}, {lanes}, {how.packs}, {how.threads}, {most}, {how.cluster}"
+        name = f"StridedRowsKernel<{NAME}, {sizes}, {{}}, {str(how.streams).lower()}, {same}>"
         header = "rows/strided.cuh"
-        run = lambda stage: Launch(header, name.format(stage), [args], tiles * parts, how.threads, source=code)
+        run = lambda stage: Launch(
+            header, name.format(stage), [args], tiles * parts, how.threads, cluster=how.cluster, source=code
+        )
         join = lambda stage: Launch(
             header,
             f"JoinPartsKernel<{NAME}, {stage}, {across_parts}, {across_parts * groups}>",
@@ -319,17 +323,20 @@ def _arguments(core, program, rows, width, walkers, sums, arrays, device):
 
 
 def _strided(device, operands, arrays, function, views):
-    """The plan where the row is not the last dimension of its arrays: the same dimension of all of them."""
+    """The plan where the row is not the last dimension of its arrays. All that have the innermost of the others have it last."""
     core, program = function.core, function.program
     inner = program.others[-1] if program.others else None
-    if any(_last(v) is not inner for v in views):
+    if inner is None or any(inner in v.dims and _last(v) is not inner for v in views):
         return None
     rows, width = math.prod(d.size for d in program.others), program.row.size
-    types = [*(operands[k].dtype for k in core.rows), *(o.dtype for o in core.of_kind("row"))]
+    own = [k for k in core.rows if inner in program.operands[k].dims]
+    types = [*(operands[k].dtype for k in own), *(o.dtype for o in core.of_kind("row"))]
+    if not types or any(inner not in o.result.dims for o in core.of_kind("row")):
+        return None
     numbers = len(core.members) + len(core.inverses) + len(core.scales)
     itemsize = max(d.itemsize for d in types)
     pack = strided_pack(inner.size, itemsize, numbers)
-    held = max(1, sum(operands[k].dtype.itemsize for k in core.rows))
+    held = max(1, sum(operands[k].dtype.itemsize for k in own))
     problem = Problem(
         rows,
         width,
