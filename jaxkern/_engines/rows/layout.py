@@ -205,8 +205,8 @@ def _has_clusters(device) -> bool:
 
 
 class Across(typing.NamedTuple):
-    """How blocks compute such rows: threads side by side, packs of each thread at a time, whether it reads them again, and the
-    blocks of a cluster.
+    """How such rows are computed: threads side by side, packs of each thread at a time, threads of a block, whether it reads
+    rows again, and blocks of a cluster.
     """
 
     lanes: int
@@ -235,14 +235,17 @@ def across(problem, device, holds=True) -> Across:
     # Of short rows, several that are not adjacent are in a block, too.
     widest = lambda threads, packs: min(32, max(side_by_side, threads // power_of_2(ceil_div(width, packs))))
     few = lambda lanes: device is not None and problem.rows < tuning.STRIDED_BLOCKS * device.sm_count * lanes * pack
-    for most, cluster in tuning.STRIDED_HELD if holds and again else ():
+    for most, cluster, blocks in tuning.STRIDED_HELD if holds and again else ():
         lanes, own = widest(128, packs), ceil_div(width, cluster)
         groups = ceil_div(own, packs)
         while lanes > narrow and (groups * lanes > most or few(lanes)):
             lanes //= 2
         threads = max(128, 32 * ceil_div(groups * lanes, 32))
         how = Across(lanes, ceil_div(own * lanes, threads), threads, False, cluster)
-        if threads <= most and (cluster == 1 or _has_clusters(device)) and _room(how, problem) <= tuning.STRIDED_ROOM:
+        fits = (
+            threads <= most and (cluster == 1 or _has_clusters(device)) and _room(how, problem) <= tuning.STRIDED_ROOM
+        )
+        if fits and strided_blocks(how, problem) >= blocks:
             return how
     threads, packs = tuning.STRIDED_THREADS, max(1, int(tuning.STRIDED_FLIGHT / words))
     lanes = widest(threads, packs)

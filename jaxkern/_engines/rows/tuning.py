@@ -37,10 +37,10 @@ SPLIT_ROWS = 2  # rows for each multiprocessor; if there are fewer, long ones ar
 # shared memory [soft cap, float32 8192 x 16384: 262 us with 80, 325 with 128; scale norm, gradient, bfloat16 131072 x 1024: 226, 200].
 REGISTERS = ((8, 40), (24, 64), (1 << 30, 128))
 FEW_REGISTERS = ((8, 40), (24, 64), (40, 80), (1 << 30, 128))
-# Packs of a row, at least, where it is not whole packs and columns are summed. Packs of shorter rows divide them
+# Packs of a row, at least, where it is not whole packs and columns are summed, by elements of a pack. Packs of shorter rows divide them
 # [layer scale, residual and norm, gradient, bfloat16 172738 x 777: 564 us in packs of 1, 627 in packs of 8; 10872 x 12345: 753
-# and 715].
-RAGGED_PACKS = 128
+# and 715; float32 172738 x 777: 1222 and 1311, RMS norm 562 and 614, gated norm x 1001: 1114 and 959; float32 on an H100].
+RAGGED_PACKS = {2: 128, 4: 200, 8: 128}
 GROUP_THREADS = 128  # threads of a block in which warps or lanes hold rows
 STREAM_THREADS = 512
 STREAM_PACKS = 4  # per thread, in flight
@@ -53,9 +53,19 @@ STRIDED_WORDS = 32  # of elements of rows that a thread holds
 # along the middle axis: 139 us if they are kept, 212 if not; its gradient, bfloat16 4096 x 256 x 64: 183, 154].
 STRIDED_KEPT = {2: 48, 4: 80, 8: 80}
 STRIDED_BYTES = 64  # that threads side by side read of an element, at least
-# (threads, at most, blocks of a cluster) that hold rows; the first with which they can.
-STRIDED_HELD = ((256, 1), (256, 2), (256, 4), (256, 8), (512, 1), (1024, 1))
-STRIDED_REGISTERS = ((72, 64), (96, 80), (1 << 30, 128))  # (words of elements and numbers of a thread, its registers)
+# (threads, at most, blocks of a cluster, blocks of a multiprocessor, at least) that hold rows; the first with which they can
+# [along the middle axis, float32: softmax 64 x 1024 x 1024 202 us in clusters, 240 in one block; norm 228 and 217 in two; gradient of norm
+# 20 x 400 x 6000 203 and 179; H100].
+STRIDED_HELD = (
+    (256, 1, 1),
+    (512, 1, 2),
+    *((256, blocks, 1) for blocks in (2, 4, 8)),
+    (512, 1, 1),
+    (1024, 1, 1),
+)
+# (words of elements and numbers of a thread, its registers) [softmax, float32 4096 x 256 x 64 along the middle axis: 182 us with 80, 198
+# with 64; its gradient 249 and 229; H100].
+STRIDED_REGISTERS = ((90, 64), (104, 80), (1 << 30, 128))
 STRIDED_NUMBERS = 32  # words of the numbers of a thread's rows; with more, it loads packs of 8 bytes
 STRIDED_THREADS = 256  # of a block that reads rows again
 STRIDED_FLIGHT = 16  # words of a thread in flight there
