@@ -148,11 +148,16 @@ def lower_to_kernels(
 
 def _prepared(f, ctx, operands, params) -> tuple:
     """(the context of the results of `f`, these, the pytree of their types)"""
-    inner = ctx.replace(avals_in=list(map(compat.not_varying, ctx.avals_in)))
-    found = jax.eval_shape(functools.partial(f, **params), *inner.avals_in)
-    types = jax.tree.map(lambda s: jax.core.ShapedArray(s.shape, s.dtype), found)
-    rule = mlir.lower_fun(lambda *a, **params: jax.tree.leaves(f(*a, **params)), multiple_results=True)
-    own = rule(inner.replace(avals_out=jax.tree.leaves(types)), *operands, **params)
+    types = None
+
+    def flat(*operands, **params):
+        nonlocal types
+        found = f(*operands, **params)
+        types = jax.tree.map(jax.typeof, found)
+        return jax.tree.leaves(found)
+
+    inner = ctx.replace(avals_in=list(map(compat.not_varying, ctx.avals_in)), avals_out=None)
+    own = mlir.lower_fun(flat, multiple_results=True)(inner, *operands, **params)
     return ctx.replace(avals_in=jax.tree.leaves(types)), own, types
 
 
