@@ -1,6 +1,6 @@
 """Reports what is loaded on this machine, whether results are right, and how fast operations are.
 
-`python -m jaxkern` takes about half a minute. It exits with 1 if a module that belongs on this machine is not loaded, or if
+`python -m jaxkern` takes half a minute or less. It exits with 1 if a module that belongs on this machine is not loaded, or if
 a result is wrong. `python -m jaxkern cache` lists or removes compiled kernels.
 """
 
