@@ -29,8 +29,24 @@ def _gated(scan, c, f, x, w):
     return c, cs * (1 + ns.astype(cs.dtype).reshape(-1, *[1] * (cs.ndim - 1)) / 64)
 
 
+def _normalised(scan, c, f, x, w):
+    """A row that is normalised in each step; short ones are multiplied by a matrix, whose gradient is a sum over lanes and steps."""
+    n = c.shape[-1]
+    matrix = w[:, None] * w / n
+
+    def body(c, fx):
+        f, x = fx
+        c = f * c + x
+        if n <= 130:
+            c = c + c @ matrix
+        c = c / jnp.sqrt(1 + jnp.mean(c * c, -1, keepdims=True))
+        return c, c
+
+    return scan(body, c, (f, x))
+
+
 def sanitize_scans(dtypes: list[str], quick: bool, tolerance: dict[str, float]) -> tuple[int, list[str]]:
-    """Forward and backward, by threads of one lane and of several. Returns the number of problems, and what went wrong."""
+    """Forward and backward, by threads of one lane and of several, and by teams. Returns the number of problems, and what went wrong."""
     import jaxkern
     from jaxkern._engines.loops import tuning
 
@@ -39,12 +55,15 @@ def sanitize_scans(dtypes: list[str], quick: bool, tolerance: dict[str, float]) 
     few = tuning.VECTOR_THREADS
     try:
         for function, dtype, (shape, length), threads in itertools.product(
-            (_recurrence, _gated), dtypes[: 1 if quick else None], SHAPES[-2:] if quick else SHAPES, (few, 8)
+            (_recurrence, _gated, _normalised),
+            dtypes[: 1 if quick else None],
+            SHAPES[-2:] if quick else SHAPES,
+            (few, 8),
         ):
             tuning.VECTOR_THREADS = threads
             real = lambda *s: jax.device_put(generator.uniform(0.1, 0.9, s).astype(jnp.dtype(dtype)))
             operands = [real(*shape), real(length, *shape), real(length, *shape)]
-            operands += [real(shape[-1])] if function is _gated else []
+            operands += [] if function is _recurrence else [real(shape[-1])]
 
             def both(scan, *xs, function=function):
                 f = functools.partial(function, scan)

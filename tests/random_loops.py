@@ -10,6 +10,7 @@ arrays of the pool and adds the result.
 
 import argparse
 import collections
+import contextlib
 import itertools
 import time
 import traceback
@@ -22,9 +23,11 @@ from jax import lax
 import jaxkern
 from jaxkern._core import compat, decisions, device
 from jaxkern._core.cpp import Unsupported
-from jaxkern._engines.loops import plan
+from jaxkern._engines.loops import plan, plan_rows
 from jaxkern._engines.loops.generate import Core
+from jaxkern._engines.loops.generate_rows import RowCore
 from jaxkern._engines.loops.program import Program as Body
+from jaxkern._engines.loops.row_program import RowProgram
 
 SMALL = device.Device(1, 90, 227 * 1024, 60 << 20)  # threads take several lanes early
 FLOATS = (jnp.float32, jnp.float32, jnp.float32, jnp.bfloat16, jnp.float16)
@@ -129,12 +132,10 @@ class Program:
         if kind == 2 and x.ndim and 2 <= x.shape[-1] <= 8:
             parts = [x[..., k] for k in range(x.shape[-1])]
             return jnp.stack([parts[-1], *parts[:-1]], -1)
+        if kind == 3 and x.ndim and is_float(x):
+            return x / (1 + jnp.sum(x * x, -1, keepdims=True))
         if kind == 3 and x.ndim and x.shape[-1] == 3:
-            return (
-                x / (1 + jnp.sum(x * x, -1, keepdims=True))
-                if is_float(x)
-                else jnp.concatenate([x[..., 1:], x[..., :1]], -1)
-            )
+            return jnp.concatenate([x[..., 1:], x[..., :1]], -1)
         if kind == 4:
             return x.astype(pick((jnp.float32, jnp.bfloat16, jnp.int32, jnp.bool_)))
         if kind < 7:
@@ -258,11 +259,9 @@ def run(seed, number) -> list:
         length = e.params["length"]
         if not length or not all(n for v in (*e.invars, *e.outvars) for n in v.aval.shape):
             continue
-        try:
-            core = Core(Body(closed.jaxpr, closed.consts, num_consts, num_carry, "the body"))
-        except Unsupported:
-            continue
-        made = plan.plan(SMALL, core, length, e.params["reverse"])
+        made, core = planned(
+            (closed.jaxpr, closed.consts, num_consts, num_carry, "the body"), length, e.params["reverse"]
+        )
         if made is None:
             continue
         args = [random(v.aval, rng) for v in e.invars]
@@ -270,8 +269,18 @@ def run(seed, number) -> list:
         given = [*(c for _, c in core.program.captured.values()), *map(words, args)]
         for y, want in zip(results(emulated, made, core, given, e, length), wanted, strict=True):
             compare(program, np.asarray(y), np.asarray(want), e)
-        taken.append(e)
+        taken.append(made.algorithm)
     return [decisions.Decision("scan", True, f"{len(taken)} scans", "", "")] * bool(taken)
+
+
+def planned(body, length, reverse):
+    """(plan, core) of a body by threads of a lane or else by teams; (None, None) if there is none."""
+    for program, core, engine in ((Body, Core, plan), (RowProgram, RowCore, plan_rows)):
+        with contextlib.suppress(Unsupported):
+            found = core(program(*body))
+            if (made := engine.plan(SMALL, found, length, reverse)) is not None:
+                return made, found
+    return None, None
 
 
 def results(emulated, made, core, given, e, length) -> list:

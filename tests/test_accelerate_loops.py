@@ -68,6 +68,10 @@ def van_der_pol(x, v):
     return lax.fori_loop(0, 50, step, (x, v))
 
 
+def recurrent(w, x):
+    return lax.scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, x[0], x)[1]
+
+
 def loss(f, argnums=0):
     return jax.grad(lambda *a: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*a))), argnums)
 
@@ -102,6 +106,7 @@ TAKEN = {
         (X[..., :3],),
         1,
     ),
+    "products of rows": (loss(recurrent, (0, 1)), (W, X), 2),
     "in a branch": (lambda x: lax.cond(x[0, 0, 0] > 0, decays, lambda x: x, x), (X,), 1),
 }
 
@@ -148,10 +153,6 @@ def test_steps_along_another_axis():
 
 def few(x):
     return lax.scan(decay, x[0], x[:4])[1]
-
-
-def recurrent(w, x):
-    return lax.scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, x[0], x)[1]
 
 
 def mean(x):

@@ -137,9 +137,9 @@ def one_row(scan, n):
     return run, [numbers(n, n), numbers(STEPS, n)]
 
 
-SMALL = [(backward, 4), (sinkhorn, 3), (kalman, 2)]
+SMALL = [(backward, 4), (sinkhorn, 3), (kalman, 2)]  # a thread can hold them
 ROWS = [(backward, 6), (filtered, 17), (viterbi, 6), (sinkhorn, 17), (normalised, 100), (normalised, 513)]
-ROWS += [(covariances, 6), (one_row, 32)]
+ROWS += [(covariances, 6), (one_row, 32), (filtered, 1)]
 MORE = [(backward, 2), (backward, 32), (backward, 100), (filtered, 32), (filtered, 100), (viterbi, 100), (sinkhorn, 64)]
 MORE += [(normalised, 2), (normalised, 4000), (covariances, 17), (one_row, 100)]
 
@@ -149,18 +149,28 @@ def real_loss(f):
     return lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*xs)) if real(y))
 
 
-@pytest.mark.parametrize("make, n", SMALL + ROWS + MORE * ON_GPU)
-def test_small_states(make, n):
+@pytest.mark.parametrize(
+    "make, n, algorithm",
+    [(*case, "lanes") for case in SMALL] + [(*case, "teams") for case in SMALL[:2] * ON_GPU + ROWS + MORE * ON_GPU],
+)
+def test_small_states(make, n, algorithm):
     (f, operands), (g, _) = (make(scan, n) for scan in (jaxkern.scan, lax.scan))
     every = tuple(range(len(operands)))
+    with jaxkern.algorithms.force(scan=algorithm):
+        # Kernels multiply in float32; XLA's products on a GPU are in TF32 by default.
+        with jax.default_matmul_precision("highest"):
+            compared(f, g, operands, every)
+        for own in (f, g):
+            with jaxkern.accelerate(force=True):
+                found, loops = lowered(own, *operands)
+                more, further = lowered(jax.grad(real_loss(own), every), *operands)
+                assert len(found) == 1 and len(more) == 2 and not loops + further
+                assert all(("RowLoopKernel" in text) == (algorithm == "teams") for text in (*found, *more))
+
+
+def compared(f, g, operands, every):
     both = [jax.jit(lambda *xs, f=f: (f(*xs), jax.grad(real_loss(f), every)(*xs)))(*operands) for f in (f, g)]
     close(*both, "float32")
-    for run in (f, g):
-        with jaxkern.accelerate(force=True):
-            found, loops = lowered(run, *operands)
-            more, further = lowered(jax.grad(real_loss(run), every), *operands)
-            assert len(found) == 1 and len(more) == 2 and not loops + further
-            assert any("RowLoopKernel" in text for text in (*found, *more)) == ((make, n) not in SMALL)
 
 
 def test_a_call_has_at_most_64_arrays():
@@ -174,7 +184,7 @@ def test_a_call_has_at_most_64_arrays():
         with pytest.raises(ValueError, match="the algorithm 'lanes' cannot run .*; teams can"):
             lowered(gradient, *operands)
     found, loops = lowered(gradient, *operands)
-    assert len(found) == 2 and not loops and "RowLoopKernel" in found[1]
+    assert len(found) == 2 and not loops and all("RowLoopKernel" in text for text in found)
 
 
 def planned(e, on=FEW):
@@ -204,6 +214,7 @@ ON_THE_CPU = [
     (normalised, 513, "float32", True),
     (covariances, 6, "float32", True),
     (one_row, 100, "float32", True),
+    (filtered, 1, "float32", True),
 ]
 
 

@@ -3,7 +3,8 @@
 //     RowLoopKernel<F, kThreads, kAhead, kRest, kReverse>
 //
 // F is generated from the body's jaxpr (jaxkern/_engines/loops/generate_rows.py). A team of F::kTeam threads, part of a warp or
-// whole warps, runs all steps of one lane: thread t owns elements t, t + kTeam, ... of each row. Own elements are in registers. What
+// whole warps, runs all steps of one lane: thread w owns elements w, w + width, ... of each row. Own elements are in registers. Several
+// adjacent threads may own the same elements, and share the rows that are reduced for each. What
 // threads read from each other is in shared memory, with matrices that are carried or the same in every step. A block has
 // kThreads / kTeam teams. Teams after the last lane run it again, and store nothing.
 //
@@ -27,18 +28,34 @@
 
 namespace jaxkern {
 
-// Joins value(0), ..., value(n - 1), which are computed one after the other: R::Join(a, b) joins b to a, and R() is neutral. kChains
-// sums run side by side, to hide latency.
-template <int n, class R, class Value> __device__ __forceinline__ R OverSerial(Value value) {
-  constexpr int kChains = n >= 8 ? 4 : 1;
+// Joins value(0), ..., value(n - 1): R::Join(a, b) joins b to a, and R() is neutral. kSplit adjacent threads share them: thread p
+// takes a run of kRun in each 32, so that columns and rows of a matrix lie in different banks of shared memory. Each thread gets the
+// join of its own. kChains sums run side by side, to hide latency.
+template <int n, int kSplit, class R, class Value> __device__ __forceinline__ R OverSerial(int p, Value value) {
+  constexpr int kChains = n >= 8 * kSplit ? 4 : 1, kRun = 32 / kSplit;
   R total[kChains];
+  if constexpr (kSplit == 1) {
 #pragma unroll(kChains == 1 ? n : 4)
-  for (int r = 0; r < n / kChains; ++r) {
+    for (int r = 0; r < n / kChains; ++r) {
 #pragma unroll
-    for (int c = 0; c < kChains; ++c) R::Join(total[c], value(r * kChains + c));
+      for (int c = 0; c < kChains; ++c) R::Join(total[c], value(r * kChains + c));
+    }
+#pragma unroll
+    for (int r = n / kChains * kChains; r < n; ++r) R::Join(total[0], value(r));
+  } else {
+#pragma unroll(kRun >= 16 ? 1 : 2)
+    for (int first = 0; first + 32 <= n; first += 32) {
+#pragma unroll
+      for (int c = 0; c < kRun; ++c) R::Join(total[c % kChains], value(first + p * kRun + c));
+    }
+    if constexpr (n % 32 > 0) {
+#pragma unroll 1
+      for (int c = 0; c < kRun; ++c) {
+        const int r = n / 32 * 32 + p * kRun + c;
+        if (r < n) R::Join(total[0], value(r));
+      }
+    }
   }
-#pragma unroll
-  for (int r = n / kChains * kChains; r < n; ++r) R::Join(total[0], value(r));
 #pragma unroll
   for (int step = 1; step < kChains; step *= 2) {
 #pragma unroll
@@ -47,12 +64,11 @@ template <int n, class R, class Value> __device__ __forceinline__ R OverSerial(V
   return total[0];
 }
 
-// Joins the values of aligned groups of kLanes threads of a warp; all get the result.
-template <int kLanes, class R> __device__ __forceinline__ R OverLanes(R mine) {
-  return JoinLanes<kLanes>(mine, [](R a, const R& b) {
-    R::Join(a, b);
-    return a;
-  });
+// Joins the values of aligned groups of kLanes threads of a warp; all get the result. kAlike adjacent threads have the same value.
+template <int kLanes, int kAlike, class R> __device__ __forceinline__ R OverLanes(R mine) {
+#pragma unroll
+  for (int d = kLanes / 2; d >= kAlike; d /= 2) R::Join(mine, FromLane(mine, d));
+  return mine;
 }
 
 // Joins what each warp of a team has left in `room`.

@@ -1,7 +1,7 @@
 """From the body of a scan with rows to C++: the struct `F` that ffi/kernels/loops/row_loops.cuh takes.
 
     core = RowCore(program)                     what the kernel reads and writes
-    core.source("Body", team=32, threads=128)   the struct, its index maps and the bytes of shared memory of a block
+    core.writer(Layout(32, 1, 128), 96 * 1024)  the struct, its index maps and the bytes of shared memory of a block
 
 Each nest of row_nests.py becomes a loop over the elements that a thread owns, with a loop over the rows that it reduces inside.
 Values with rows that other threads read are written to shared memory, too.
@@ -139,5 +139,5 @@ class RowCore:
         owned = [n.over[0] for n in self.nests if n.over and not n.out]
         return [*(p.sizes(v)[0] for v in values if len(p.sizes(v)) == 1), *owned]
 
-    def writer(self, team, threads, shared) -> Writer:
-        return Writer(self, team, threads, shared)
+    def writer(self, layout, shared) -> Writer:
+        return Writer(self, layout, shared)

@@ -1,7 +1,7 @@
 """The launch list of a loop with rows: how many threads share a lane, and how many lanes a block has.
 
 A team of threads runs a lane: part of a warp for rows of up to 32 elements, a warp for longer ones, a block for long ones and for
-matrices, of which a thread reduces a row or a column at a time.
+matrices, of which a thread or a few threads reduce a row or a column at a time.
 """
 
 import math
@@ -10,6 +10,7 @@ from jaxkern._core import define, functor, launch
 from jaxkern._core.define import ceil_div
 from jaxkern._core.launch import Launch, Plan, i64, struct
 from jaxkern._engines.loops import tuning
+from jaxkern._engines.loops.row_pieces import Layout
 
 HEADER = "loops/row_loops.cuh"
 NAME = "Body"
@@ -23,20 +24,20 @@ def plan(device, core, length, reverse):
     arrays = len(core.consts) + inits + len(core.xs) + len(program.results)
     if arrays > tuning.MOST_ARRAYS or lanes >= 1 << 31 or core.size > functor.MOST:
         return None
-    team = team_of(core)
-    threads = threads_of(device, core, team, lanes)
-    if threads is None:
+    layout = layout_of(device, core, lanes)
+    if layout is None:
         return None
-    writer = core.writer(team, threads, device.shared_memory)
-    while writer.bytes > device.shared_memory and threads // 2 >= max(team, 32):
-        threads //= 2
-        writer = core.writer(team, threads, device.shared_memory)
+    writer = core.writer(layout, device.shared_memory)
+    while writer.bytes > device.shared_memory and layout.teams > 1 and layout.threads > 32:
+        fewer = max(32, layout.teams // 2 * layout.team)
+        layout = layout._replace(threads=fewer)
+        writer = core.writer(layout, device.shared_memory)
     if writer.bytes > device.shared_memory or any(len(groups) > define.MAP_RANK for groups in writer.maps):
         return None
-    core.blocks = ceil_div(lanes, threads // team)
-    if not is_worth_it(device, core, team, threads, lanes, writer.unstaged):
+    core.blocks = ceil_div(lanes, layout.teams)
+    if not is_worth_it(device, core, layout, lanes, writer.unstaged):
         return None
-    ahead = steps_ahead(core, team, length)
+    ahead = steps_ahead(core, layout, length)
     args = struct(
         *(launch.operand(k) for k in range(arrays - len(program.results))),
         launch.null,
@@ -47,58 +48,69 @@ def plan(device, core, length, reverse):
         i64(lanes),
         i64(length),
     )
-    name = f"RowLoopKernel<{NAME}, {threads}, {ahead}, {length % ahead}, {str(reverse).lower()}>"
-    made = Launch(HEADER, name, [args], core.blocks, threads, shared=writer.bytes, source=writer.text(NAME))
+    name = f"RowLoopKernel<{NAME}, {layout.threads}, {ahead}, {length % ahead}, {str(reverse).lower()}>"
+    made = Launch(HEADER, name, [args], core.blocks, layout.threads, shared=writer.bytes, source=writer.text(NAME))
     return Plan("teams", (made,))
 
 
-def team_of(core) -> int:
-    """The threads that share a lane."""
+def layout_of(device, core, lanes) -> Layout | None:
+    """How threads are shared out; None if there is no way."""
     most = max(core.rows(), default=1)
+    serial = max((math.prod(serial_of(nest)) for nest in core.every_nest), default=1)
     if most <= 32:
-        return 1 << (most - 1).bit_length()
-    has_matrices = any(len(nest.out) + len(nest.over) > 1 for nest in core.every_nest)
-    if not has_matrices and most <= tuning.WARP_ROW:
-        return 32
-    return min(1024, ceil_div(most if has_matrices else ceil_div(most, 4), 32) * 32)
-
-
-def threads_of(device, core, team, lanes) -> int | None:
-    """The threads of a block: the teams of a block share matrices, and sums of matrices."""
+        width = 1 << (most - 1).bit_length()
+    elif serial == 1 and most <= tuning.WARP_ROW:
+        width = 32
+    else:
+        width = min(1024, ceil_div(most if serial > 1 else ceil_div(most, 4), 32) * 32)
+    # Where there are few lanes, more threads share what is reduced for an element.
+    split, enough = 1, tuning.ROW_THREADS * device.sm_count
+    while split < 8 and 2 * split * width <= 1024 and serial >= 16 * split and 2 * split * width * lanes <= enough:
+        split *= 2
+    # The teams of a block share matrices, and sums of matrices.
+    team = width * split
     if core.alone:
-        return team if team >= 32 else None
+        return Layout(width, split, team) if team >= 32 else None
     matrices = any(len(core.program.axes(core.program.operands[k])) > 1 for k in core.consts)
-    most = max(team, 1024 if team > 32 and (matrices or core.per_block) else 256)
-    threads = most // team * team
-    least = max(32, team)
-    while threads // 2 >= least and threads // 2 % team == 0 and 10 * lanes * team < 9 * threads * device.sm_count:
-        threads //= 2
-    return ceil_div(threads, 32) * 32
+    teams = max(1, (1024 if team > 32 and (matrices or core.per_block) else 256) // team)
+    while teams > 1 and teams // 2 * team >= 32 and 10 * lanes < 9 * teams * device.sm_count:
+        teams //= 2
+    return Layout(width, split, max(32, teams * team))
 
 
-def is_worth_it(device, core, team, threads, lanes, unstaged) -> bool:
+def serial_of(nest) -> tuple:
+    """The rows that a thread reduces, rather than a team."""
+    return nest.over[1:] if nest.over and not nest.out else nest.over
+
+
+def is_worth_it(device, core, layout, lanes, unstaged) -> bool:
     """Whether XLA's kernels, which spread a step over the whole GPU, take longer with their launches.
 
     unstaged: bytes of the matrices that a team reads from memory in every step.
     """
-    own = work(core, team)
-    of_block = own * ceil_div(core.blocks, device.sm_count) * ceil_div(threads, tuning.ISSUED)
-    of_gpu = own * lanes * team / (device.sm_count * tuning.ISSUED)
+    own = work(core, layout)
+    of_block = own * ceil_div(core.blocks, device.sm_count) * ceil_div(layout.threads, tuning.ISSUED)
+    of_gpu = own * lanes * layout.team / (device.sm_count * tuning.ISSUED)
     return of_block <= 2 * of_gpu + tuning.ROW_STEP and unstaged * lanes <= tuning.UNSTAGED
 
 
-def steps_ahead(core, team, length) -> int:
+def steps_ahead(core, layout, length) -> int:
     """The steps that a thread loads ahead: fewer, the longer a step takes."""
     arrays = [core.operand(k) for k in core.xs]
-    words = sum(ceil_div(a.sizes[a.rows[0]] if a.rows else 1, team) for a in arrays if len(a.rows) < 2)
-    wanted = ceil_div(tuning.ROW_LATENCY, work(core, team))
+    words = sum(ceil_div(a.sizes[a.rows[0]] if a.rows else 1, layout.width) for a in arrays if len(a.rows) < 2)
+    wanted = ceil_div(tuning.ROW_LATENCY, work(core, layout))
     most = max(1, min(length, wanted, tuning.ROW_AHEAD, tuning.ROW_WORDS // max(1, words)))
     return min(range(ceil_div(3 * most, 4), most + 1), key=lambda n: (length % n, -n))
 
 
-def work(core, team) -> int:
+def work(core, layout) -> int:
     """Statements that a thread runs in a step, about."""
-    loops = lambda nest: (
-        ceil_div(math.prod(nest.out), team) * math.prod(nest.over) if nest.out else ceil_div(math.prod(nest.over), team)
-    )
+
+    def loops(nest):
+        own = nest.out or nest.over[:1]
+        threads = layout.width if len(nest.out) < 2 else layout.team
+        return ceil_div(math.prod(own), threads) * ceil_div(
+            math.prod(serial_of(nest)), layout.split if len(nest.out) < 2 else 1
+        )
+
     return sum((nest.function.size + 4) * loops(nest) + 16 for nest in core.every_nest)

@@ -41,6 +41,7 @@ class Program(Flat):
     dims: the lanes, slowest first. accumulators: {position among the carries: frozenset of dims of its terms}.
     sums: {position among the results: the same}, of elements of ys that are sums over lanes; they are taken after the loop.
     given, returned: what the jaxpr takes and returns, before arrays are taken apart.
+    has_rows: whether dimensions that are taken apart are reduced, or occur twice in an array, as those of a matrix do.
     captured: {id: (Value, array)} of arrays that the jaxpr holds; they are operands in front of the others.
 
     Raises: Unsupported, naming the equation and the user's line.
@@ -51,7 +52,7 @@ class Program(Flat):
     result_parts: tuple
 
     def __init__(self, jaxpr, consts, num_consts, num_carry, label):
-        self.label, self._calls = label, []
+        self.label, self._calls, self.has_rows = label, [], False
         self._refuse(jaxpr)
         try:
             self._read_body(jaxpr, consts, num_consts, num_carry, False)
@@ -62,6 +63,7 @@ class Program(Flat):
                 raise
             try:
                 self._read_body(jaxpr, consts, num_consts, num_carry, True)
+                self.has_rows = True
             except Unsupported:
                 small = []
             if not small:
@@ -189,6 +191,7 @@ class Program(Flat):
         if any(d.size > parts.MOST for d in twice):
             super()._doubled(step, v)
         self._moved += [(d, step) for d in twice]
+        self.has_rows = True
 
     # ---- arrays of the scan
 
@@ -259,7 +262,7 @@ class Program(Flat):
                 v = step.operands[0]
                 if isinstance(v, Constant):
                     self.fail(step, "a reduction over lanes of a constant")
-                partial[out] = partial.get(v, v.set())
+                partial[out] = partial.get(v, self.lanes_of(v))
                 continue
             rest = [v for v in step.operands if v not in zeros and not (isinstance(v, Constant) and not v.value)]
             if name in _ADD and len(rest) < 2:
@@ -288,7 +291,12 @@ class Program(Flat):
                     continue
             elif started:
                 pass
-            elif name in MOVES and out.set() == step.operands[0].set() or name in ("neg", "conj") or self.is_sum(step):
+            elif (
+                name in MOVES
+                and self.lanes_of(out) == self.lanes_of(step.operands[0])
+                or name in ("neg", "conj")
+                or self.is_sum(step)
+            ):
                 partial[out] = terms.pop()
                 continue
             elif name == "convert_element_type" and jnp.issubdtype(out.dtype, jnp.inexact):
@@ -298,11 +306,11 @@ class Program(Flat):
                 partial[out] = terms.pop()
                 continue
             elif len(waiting) == 1 and (name == "mul" or name == "div" and step.operands[0] in partial):
-                partial[out] = terms.pop().union(*(v.set() for v in others if isinstance(v, Value)))
+                partial[out] = terms.pop().union(*(self.lanes_of(v) for v in others if isinstance(v, Value)))
                 continue
             elif name == "select_n" and step.operands[0] not in partial and all(map(self._is_zero, others[1:])):
                 if len(terms) == 1:
-                    partial[out] = terms.pop().union(others[0].set() if isinstance(others[0], Value) else ())
+                    partial[out] = terms.pop().union(self.lanes_of(others[0]) if isinstance(others[0], Value) else ())
                     continue
             self.fail(step, "on a sum over lanes, which is known only after the loop")
         for k, v in enumerate(self.results):
@@ -310,6 +318,9 @@ class Program(Flat):
                 self.sums[k] = partial[v]
             elif v in partial or (v in summed and summed[v] != k) or (k in self.accumulators and v not in summed):
                 self.fail_of_sum(v)
+
+    def lanes_of(self, v) -> frozenset:
+        return v.set()
 
     def is_sum(self, step) -> bool:
         """Whether a step reduces nothing but lanes, or is a sum."""

@@ -1,6 +1,7 @@
 """Pieces of the C++ of a loop with rows: loops over elements, offsets in memory, and shared memory with its barriers."""
 
 import math
+import typing
 
 from jaxkern._core.cpp import cpp_type
 from jaxkern._core.define import ceil_div
@@ -8,11 +9,29 @@ from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import merged
 
 
-class Pieces:
-    """What row_writer.Writer builds on. core: a generate_rows.RowCore. team, threads: of a lane, and of a block."""
+class Layout(typing.NamedTuple):
+    """How threads are shared out. width: threads that own different elements of a row. split: threads that own the same ones, and share
+    what is reduced for an element. threads: of a block."""
 
-    def __init__(self, core, team, threads):
-        self._core, self._p, self._team, self._threads = core, core.program, team, threads
+    width: int
+    split: int
+    threads: int
+
+    @property
+    def team(self) -> int:
+        """The threads of a lane."""
+        return self.width * self.split
+
+    @property
+    def teams(self) -> int:
+        return self.threads // self.team
+
+
+class Pieces:
+    """What row_writer.Writer builds on. core: a generate_rows.RowCore."""
+
+    def __init__(self, core, layout):
+        self._core, self._p, self._layout = core, core.program, layout
         self.maps, self._functors, self._types = [], [], []
         self._members, self._begin, self._load, self._x, self._step, self._end = [], [], [], [], [], []
         self._ids: dict = {}
@@ -33,18 +52,25 @@ class Pieces:
         return cpp_type(computing(v.dtype))
 
     def _items(self, n) -> int:
-        return ceil_div(n, self._team)
+        return ceil_div(n, self._layout.width)
 
-    def _each(self, n, name, lines) -> list:
-        """A loop over the elements of a row that a thread owns."""
-        inner = [f"const int {name} = t + k * {self._team};"]
-        whole = n % self._team == 0
-        inner += lines if whole else [f"if ({name} < {n}) {{", *(f"  {line}" for line in lines), "}"]
+    def _each(self, n, name, lines, all_run=False) -> list:
+        """A loop over the elements of a row that a thread owns. all_run: threads without an element run another one again."""
+        width = self._layout.width
+        place = f"w + k * {width}"
+        inner = [f"const int {name} = {place};", *lines]
+        if n % width:
+            guarded = [f"const int {name} = {place};", f"if ({name} < {n}) {{", *(f"  {line}" for line in lines), "}"]
+            inner = [f"const int {name} = min({place}, {n - 1});", *lines] if all_run else guarded
         return ["#pragma unroll", f"for (int k = 0; k < {self._items(n)}; ++k) {{", *(f"  {i}" for i in inner), "}"]
+
+    def _once(self, lines) -> list:
+        """Lines that one of the threads runs which own the same elements."""
+        return ["if (p == 0) {", *(f"  {line}" for line in lines), "}"] if self._layout.split > 1 and lines else lines
 
     def _every(self, sizes, lines, of_block=False) -> list:
         """A loop over the elements of a matrix, spread over the threads of a team or of the block."""
-        first, by = ("static_cast<int>(threadIdx.x)", self._threads) if of_block else ("t", self._team)
+        first, by = ("static_cast<int>(threadIdx.x)", self._layout.threads) if of_block else ("t", self._layout.team)
         head = f"for (int e = {first}; e < {math.prod(sizes)}; e += {by}) {{"
         return ["#pragma unroll 1", head, *(f"  {line}" for line in [*self._places("e", sizes, "o"), *lines]), "}"]
 
@@ -100,7 +126,7 @@ class Pieces:
         return " + ".join(f"{n} * {s}" for n, s in zip(names, strides))
 
     def _sync(self, of_block=False) -> None:
-        self._step.append("__syncthreads();" if of_block or self._team > 32 else "__syncwarp();")
+        self._step.append("__syncthreads();" if of_block or self._layout.team > 32 else "__syncwarp();")
         self._dirty = set(), set()
 
     def _reads(self, keys) -> None:

@@ -51,8 +51,6 @@ class RowProgram(Program):
         self.made = {v: step for step in self.steps for v in step.results}
         self._find_rows()
         self._find_lanes()
-        lanes = lambda found: {k: dims - self.rows for k, dims in found.items()}
-        self.accumulators, self.sums = lanes(self.accumulators), lanes(self.sums)
 
     def is_never(self, equation) -> bool:
         if equation.primitive.name != "dot_general":
@@ -83,6 +81,9 @@ class RowProgram(Program):
     def reduced(self, step) -> frozenset:
         """The rows that a step reduces."""
         return super().over(step) & self.rows
+
+    def lanes_of(self, v) -> frozenset:
+        return v.set() - self.rows
 
     def is_sum(self, step) -> bool:
         return step.name in REDUCTIONS and (step.name == "reduce_sum" or not self.reduced(step))
@@ -129,7 +130,7 @@ class RowProgram(Program):
                 break
             self.rows |= more
         self._finds_rows = False
-        if not any(map(self.reduced, self.steps)):
+        if self.rows and not any(map(self.reduced, self.steps)):
             raise Unsupported(f"{self.label} reduces no row")
         for step in self.steps:
             if self.reduced(step) and REDUCTIONS[step.name] not in _ARRAYS:

@@ -14,20 +14,20 @@ _FUNCTIONS = {"add": "add", "mul": "mul", "max": "max", "min": "min", "and": "an
 
 
 class Writer(Pieces):
-    """The struct of a core for teams of `team` threads and blocks of `threads`.
+    """The struct of a core for a Layout.
 
     text(name): its source. maps: the groups of its index maps. bytes: of the shared memory of a block, at most `most` where matrices
     are staged there; larger ones are read from memory in every step. unstaged: their bytes.
     """
 
-    def __init__(self, core, team, threads, most):
-        super().__init__(core, team, threads)
+    def __init__(self, core, layout, most):
+        super().__init__(core, layout)
         self._most, self.unstaged = most, 0
         self._write()
 
     @property
     def bytes(self) -> int:
-        return self._area["block"] + self._area["own"] * (self._threads // self._team)
+        return self._area["block"] + self._area["own"] * self._layout.teams
 
     def text(self, name) -> str:
         indent = lambda lines, by: textwrap.indent("\n".join(lines), " " * by)
@@ -35,7 +35,7 @@ class Writer(Pieces):
         body = "\n".join(
             [
                 f"struct {name} {{",
-                f"  static constexpr int kTeam = {self._team}, kTeams = {self._threads // self._team};",
+                f"  static constexpr int kTeam = {self._layout.team}, kTeams = {self._layout.teams};",
                 f"  static constexpr int kBlockBytes = {self._area['block']}, kTeamBytes = {self._area['own']};",
                 "  struct Args {",
                 f"    const void* in[{len(self._given) + 1}];",
@@ -47,7 +47,7 @@ class Writer(Pieces):
                 indent(self._x, 4),
                 "  };",
                 indent(self._types, 2),
-                "  int t;",
+                "  int t, w, p;  // the place of the thread in its team; of its elements in a row; among those that own the same",
                 "  bool active;",
                 "  int flip = 0;",
                 "  int64_t first, lane;",
@@ -110,7 +110,7 @@ class Writer(Pieces):
             self._place(v, math.prod(self._p.sizes(v)), v.dtype)
         if not self._p.sizes(v):
             return [f"if (t == 0) {self._shared(v, self._type(v), 0)} = {text};"]
-        return [f"{self._shared(v, self._type(v), 'o0')} = {text};"]
+        return self._once([f"{self._shared(v, self._type(v), 'o0')} = {text};"])
 
     def _declared(self, v) -> str:
         """A variable for a value with at most one row."""
@@ -120,13 +120,15 @@ class Writer(Pieces):
     def _write_begin(self):
         core, p, out = self._core, self._p, self._begin
         out += [
-            f"t = threadIdx.x % {self._team};",
+            f"t = threadIdx.x % {self._layout.team};",
+            f"w = t / {self._layout.split};",
+            f"p = t % {self._layout.split};",
             "first = static_cast<int64_t>(blockIdx.x) * kTeams;",
-            f"lane = first + threadIdx.x / {self._team};",
+            f"lane = first + threadIdx.x / {self._layout.team};",
             "active = lane < a.lanes;",
             "if (!active) lane = a.lanes - 1;",
             "block = shared;",
-            f"own = shared + kBlockBytes + threadIdx.x / {self._team} * kTeamBytes;",
+            f"own = shared + kBlockBytes + threadIdx.x / {self._layout.team} * kTeamBytes;",
         ]
         for j, d in enumerate(self._dims):
             self._members.append(f"int place{j};")
@@ -160,13 +162,13 @@ class Writer(Pieces):
         if len(sizes) < 2:
             self._members.append(self._declared(v))
             x = f"v{n}[k]" if sizes else f"v{n}"
-            read = f"{x} = Wide<{type_}>(p[{self._offset(array, ('o0',))}]);"
+            read = f"{x} = Wide<{type_}>(from[{self._offset(array, ('o0',))}]);"
             lines = self._in_row(v, [read, *self._cross(v, x)])
         else:
             carried, of_block = k >= p.num_consts, not p.lanes(v)
             count = padded_count(sizes)
             bytes = count * computing(v.dtype).itemsize
-            teams = 1 if of_block and not carried else self._threads // self._team
+            teams = 1 if of_block and not carried else self._layout.teams
             if not carried and self.bytes + bytes * teams > self._most:
                 self._members.append(f"const {type_}* g{n};")
                 self._begin.append(f"g{n} = {self._pointer(at, array)};")
@@ -181,9 +183,9 @@ class Writer(Pieces):
                 self._place(v, count, v.dtype, "block" if of_block else "own")
             names = [f"o{j}" for j in range(len(sizes))]
             to = self._shared(v, wide, self._padded(sizes, names))
-            read = f"{to} = Wide<{type_}>(p[{self._offset(array, names)}]);"
+            read = f"{to} = Wide<{type_}>(from[{self._offset(array, names)}]);"
             lines = self._every(sizes, [read], of_block and not carried)
-        out += ["{", f"  const {type_}* const p = {self._pointer(at, array)};", *(f"  {x}" for x in lines), "}"]
+        out += ["{", f"  const {type_}* const from = {self._pointer(at, array)};", *(f"  {x}" for x in lines), "}"]
 
     def _is_in_place(self, k) -> bool:
         """Whether each new element of a carried matrix needs no other element, and no other carry needs the matrix."""
@@ -236,12 +238,13 @@ class Writer(Pieces):
             *(f"y.i{j} = r0;" for j in range(len(values)) if is_arg),
         ]
         serial = nest.over[1:] if own == "r0" else nest.over
+        split = self._layout.split if own else 1
         inner = compute
         if serial:
             first = len(nest.over) - len(serial)
             places = self._places("r", serial, "r") if not first else self._shifted(serial)
             inner = [
-                f"const {name} y = OverSerial<{math.prod(serial)}, {name}>([&](int r) {{",
+                f"const {name} y = OverSerial<{math.prod(serial)}, {split}, {name}>(p, [&](int r) {{",
                 *(f"  {x}" for x in [*places, *compute, "return y;"]),
                 "});",
             ]
@@ -249,7 +252,7 @@ class Writer(Pieces):
             s = f"s{len(self._types)}"
             out.append(f"{name} {s};")
             out += self._each(nest.over[0], "r0", [*inner, f"{name}::Join({s}, y);"])
-            self._join_team(nest, name, s)
+            self._join_team(nest, name, s, 1 if serial else split)
             for j, v in enumerate(values):
                 out.append(f"const {self._type(v)} v{self._id(v)} = {result(v, j, s)};")
                 if v in self._crossed:
@@ -259,11 +262,18 @@ class Writer(Pieces):
             return
         if len(sizes) == 1:
             out += [self._declared(v) for v in values]
-            lines = [f"v{self._id(v)}[k] = {result(v, j, 'y')};" for j, v in enumerate(values)]
+            join = [f"const {name} z = OverLanes<{split}, 1>(y);"] if split > 1 else []
+            lines = [f"v{self._id(v)}[k] = {result(v, j, 'z' if join else 'y')};" for j, v in enumerate(values)]
             crossed = [v for v in values if v in self._crossed]
-            lines += [x for v in crossed for x in self._cross(v, f"v{self._id(v)}[k]")]
+            for v in crossed:
+                written = self._cross(v, f"v{self._id(v)}[k]")
+                lines += (
+                    written
+                    if sizes[0] % self._layout.width == 0
+                    else [f"if (w + k * {self._layout.width} < {sizes[0]}) {{", *written, "}"]
+                )
             self._writes(crossed)
-            out += self._each(sizes[0], "o0", [*inner, *lines])
+            out += self._each(sizes[0], "o0", [*inner, *join, *lines], all_run=bool(join))
             return
         lines = []
         for j, v in enumerate(values):
@@ -296,18 +306,18 @@ class Writer(Pieces):
         self._types.append(f"struct alignas(4) {name} {{ {' '.join(members)} {join} }};")
         return name
 
-    def _join_team(self, nest, name, s):
-        """All threads of a team get what each has reduced."""
-        out = self._step
-        out.append(f"{s} = OverLanes<{min(self._team, 32)}>({s});")
-        if self._team <= 32:
+    def _join_team(self, nest, name, s, alike):
+        """All threads of a team get what each has reduced; `alike` adjacent threads have reduced the same."""
+        out, team = self._step, self._layout.team
+        out.append(f"{s} = OverLanes<{min(team, 32)}, {alike}>({s});")
+        if team <= 32:
             return
         bytes = sum(8 + computing(v.dtype).itemsize for v, _ in nest.terms) + 8
-        self._place(nest, self._team // 32 * bytes, np.int8)
+        self._place(nest, team // 32 * bytes, np.int8)
         self._writes([nest])
         out.append(f"if (t % 32 == 0) {self._shared(nest, name, 't / 32')} = {s};")
         self._reads([nest])
-        out.append(f"{s} = OverRoom<{self._team // 32}>(&{self._shared(nest, name, 0)});")
+        out.append(f"{s} = OverRoom<{team // 32}>(&{self._shared(nest, name, 0)});")
 
     def _final(self, k, own, mate=False, known=None) -> tuple:
         """(lines that compute a result of the scan, its text, the keys that this reads)."""
@@ -335,7 +345,7 @@ class Writer(Pieces):
             if not sizes:
                 self._step += [f"if (t == 0 && {owner}) {{", *(f"  {x}" for x in stored), "}"]
                 continue
-            loop = self._each(sizes[0], "o0", stored) if len(sizes) == 1 else self._every(sizes, stored)
+            loop = self._once(self._each(sizes[0], "o0", stored)) if len(sizes) == 1 else self._every(sizes, stored)
             self._step += [f"if ({owner}) {{", *(f"  {x}" for x in loop), "}"]
 
     def _write_sums(self):
@@ -425,7 +435,7 @@ class Writer(Pieces):
                 x = self._shared(v, self._type(v), self._padded(sizes, names), None, flips)
                 loop = self._every(sizes, [f"{to} = Rounded<{type_}>({x});"])
             elif sizes:
-                loop = self._each(sizes[0], "o0", [f"{to} = Rounded<{type_}>(v{n}[k]);"])
+                loop = self._once(self._each(sizes[0], "o0", [f"{to} = Rounded<{type_}>(v{n}[k]);"]))
             else:
                 loop = [f"if (t == 0) *q = Rounded<{type_}>(v{n});"]
             out += [*(f"  {x}" for x in loop), "}"]
