@@ -127,6 +127,20 @@ def covariances(scan, n):
     return run, [numbers(n, n), numbers(STEPS, LANES)]
 
 
+def shifted(scan, n):
+    """Slices, concatenations and padding along a row."""
+
+    def run(w, x):
+        def body(h, x):
+            h = jnp.roll(h, 1, -1) * w + x
+            h = h / (1 + jnp.sum(h * h, -1, keepdims=True))
+            return jnp.concatenate([h[:, 1:], 2 * h[:, :1]], -1), (h[:, ::-1], h[:, 0], jnp.pad(h, ((0, 0), (1, 2))))
+
+        return scan(body, jnp.zeros(x.shape[1:], x.dtype), x)
+
+    return run, [numbers(n), numbers(STEPS, LANES, n)]
+
+
 def one_row(scan, n):
     """No lanes."""
 
@@ -139,9 +153,9 @@ def one_row(scan, n):
 
 SMALL = [(backward, 4), (sinkhorn, 3), (kalman, 2)]  # a thread can hold them
 ROWS = [(backward, 6), (filtered, 17), (viterbi, 6), (sinkhorn, 17), (normalised, 100), (normalised, 513)]
-ROWS += [(covariances, 6), (one_row, 32), (filtered, 1)]
+ROWS += [(covariances, 6), (one_row, 32), (filtered, 1), (kalman, 6), (shifted, 20)]
 MORE = [(backward, 2), (backward, 32), (backward, 100), (filtered, 32), (filtered, 100), (viterbi, 100), (sinkhorn, 64)]
-MORE += [(normalised, 2), (normalised, 4000), (covariances, 17), (one_row, 100)]
+MORE += [(normalised, 2), (normalised, 4000), (covariances, 17), (one_row, 100), (kalman, 17), (shifted, 300)]
 
 
 def real_loss(f):
@@ -151,7 +165,7 @@ def real_loss(f):
 
 @pytest.mark.parametrize(
     "make, n, algorithm",
-    [(*case, "lanes") for case in SMALL] + [(*case, "teams") for case in SMALL[:2] * ON_GPU + ROWS + MORE * ON_GPU],
+    [(*case, "lanes") for case in SMALL] + [(*case, "teams") for case in SMALL * ON_GPU + ROWS + MORE * ON_GPU],
 )
 def test_small_states(make, n, algorithm):
     (f, operands), (g, _) = (make(scan, n) for scan in (jaxkern.scan, lax.scan))
@@ -215,6 +229,8 @@ ON_THE_CPU = [
     (covariances, 6, "float32", True),
     (one_row, 100, "float32", True),
     (filtered, 1, "float32", True),
+    (kalman, 5, "float64", True),
+    (shifted, 40, "float32", True),
 ]
 
 
@@ -224,7 +240,7 @@ ON_THE_CPU = [
 def test_kernels_on_the_cpu(make, n, dtype, again):
     """Every element is written, nothing is read or written out of bounds, and results are right."""
     with compat.enable_x64(dtype == "float64"):
-        for e in traced(make, n, dtype, again)[: 1 if make is viterbi else None : 2]:
+        for e in traced(make, n, dtype, again)[:1] if make is viterbi else traced(make, n, dtype, again)[-1:]:
             made, core = planned(e)
             assert made.algorithm == "teams"
             program, given, avals, wanted = evaluated(e, core.program, dtype)

@@ -4,25 +4,29 @@
 
 A `Nest` computes some values of a lane. It has an axis `o0`, `o1`, ... for each row that its results have, and `r0`, ... for each row
 that it reduces. Values with at most one row are computed once, and stored; the threads of a lane own their elements. Matrices,
-values with more rows, are computed where they are needed, from what is stored, except for results of reductions. A value that
-moves no data, such as a broadcast, stands for its operand at other indices.
+values with more rows, are computed where they are needed, from what is stored, except for results of reductions. A broadcast, a
+transpose or a slice stands for its operand at other indices.
 
-What a nest needs is a leaf: (value, index of each of its rows). The level of a nest is larger than the levels of all reductions
+What a nest needs is a leaf: (value, index of each of its rows), where an index is text such as "o0" or "1 + o0"; or (`PLACE`, an
+index), the index itself. The level of a nest is larger than the levels of all reductions
 that it depends on. In a level, scalars are computed first, then rows, then reductions.
 """
 
 import dataclasses
+import functools
+import operator
 
 import jax
 import numpy as np
 
 from jaxkern._core import functor
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.jaxpr import REDUCTIONS, Constant, compute, widened
+from jaxkern._engines.jaxpr import REDUCTIONS, Constant, Value, compute, widened
 from jaxkern._engines.loops.parts import kept_axes
 from jaxkern._engines.loops.program import MOVES
 
 INDEX = np.dtype(np.int32)
+PLACE = Value(jax.core.ShapedArray((), INDEX))
 _ARG = ("argmax", "argmin")
 
 
@@ -63,7 +67,7 @@ class Body:
     def is_alias(self, step) -> bool:
         """Whether the result of a step is its operand at other indices."""
         alone = step.name in REDUCTIONS and step.name not in (*_ARG, "reduce") and not self.program.reduced(step)
-        return step.name in MOVES or alone
+        return step.name in (*MOVES, "slice", "rev") or alone
 
     def resolve(self, v, index):
         """(value, index) of what a value stands for. index: {axis: name}."""
@@ -71,10 +75,50 @@ class Body:
             x = step.operands[0]
             if isinstance(x, Constant):
                 return x, {}
-            kept = kept_axes(step, x)
-            index = {a: index[kept[a]] for a in self.program.axes(x)}
+            if step.name in ("slice", "rev"):
+                index = {a: self._moved(step, a, index.get(a, "0")) for a in self.program.axes(x)}
+            else:
+                kept = kept_axes(step, x)
+                index = {a: index[kept[a]] for a in self.program.axes(x)}
             v = x
         return v, index
+
+    def _moved(self, step, axis, name) -> str:
+        """The index of an operand of a slice or a reversal along an axis."""
+        params = step.params
+        if step.name == "rev":
+            return f"{step.operands[0].aval.shape[axis] - 1} - ({name})" if axis in params["dimensions"] else name
+        start, stride = params["start_indices"][axis], (params["strides"] or (1,) * (axis + 1))[axis]
+        if name == "0":
+            return str(start)
+        name = name if stride == 1 else f"{stride} * ({name})"
+        return name if start == 0 else f"{start} + {name}"
+
+    def _pieces(self, step) -> list:
+        """(operand, axes and first places along them at which it lies) of a pad or concatenate; the first has the others below it."""
+        if step.name == "pad":
+            firsts = {a: low for a, (low, high, _) in enumerate(step.params["padding_config"]) if low or high}
+            return [(step.operands[1], None), (step.operands[0], firsts)]
+        axis, first, found = step.params["dimension"], 0, []
+        for x in step.operands:
+            found.append((x, {axis: first} if found else None))
+            first += x.aval.shape[axis]
+        return found
+
+    def _joined(self, step, index, own, leaf, memo):
+        """An element of a pad or concatenate: of the operand in which its index lies."""
+        total = None
+        for x, firsts in self._pieces(step):
+            inside = [(index.get(a, "0"), first, x.aval.shape[a]) for a, first in (firsts or {}).items()]
+            at = {}
+            for a in self.program.axes(x):
+                first, n = (firsts or {}).get(a, 0), x.aval.shape[a]
+                moves = n != step.result.aval.shape[a]
+                at[a] = f"min(max({index[a]} - {first}, 0), {n - 1})" if moves else index[a]
+            value = leaf(x, ()) if isinstance(x, Constant) else self.evaluate(x, at, own, leaf, memo)
+            places = [leaf(PLACE, name) for name, _, _ in inside]
+            total = value if firsts is None else leaf.chosen(places, inside, value, total)
+        return total
 
     def own_index(self, v, names=None) -> dict:
         axes = self.program.axes(v)
@@ -96,6 +140,9 @@ class Body:
         if step.name == "iota":
             axis = step.params["dimension"]
             memo[key] = leaf(v, index.get(axis) or step.result.dims[axis])
+            return memo[key]
+        if step.name in ("pad", "concatenate"):
+            memo[key] = self._joined(step, index, own, leaf, memo)
             return memo[key]
         operands = [
             self.evaluate(x, {a: index[a] for a in self.program.axes(x)}, own, leaf, memo)
@@ -141,6 +188,9 @@ class _Collect:
     def step(self, step, operands):
         return [None] * len(step.results)
 
+    def chosen(self, places, inside, value, otherwise):
+        pass
+
 
 class _Run:
     """Computes on scalars."""
@@ -157,6 +207,11 @@ class _Run:
     def step(self, step, operands):
         return compute(step, operands)
 
+    def chosen(self, places, inside, value, otherwise):
+        """A value where all places are inside their ranges."""
+        tests = [(place >= first) & (place < first + n) for place, (_, first, n) in zip(places, inside)]
+        return jax.numpy.where(functools.reduce(operator.and_, tests), value, otherwise) if tests else value
+
 
 def find(program):
     """(body, nests that compute what is stored, in order)."""
@@ -165,13 +220,17 @@ def find(program):
 
     def after(step):
         """The level of what a step computes."""
-        collect, memo, found = _Collect(), {}, 0
-        for x in step.operands:
-            if not isinstance(x, Constant):
-                body.evaluate(x, body.own_index(x), frozenset(step.results), collect, memo)
+        collect, found, reduces = _Collect(), 0, program.reduced(step)
+        if reduces:
+            body.evaluate(step.operands[0], body.own_index(step.operands[0]), frozenset(), collect, {})
+        else:
+            body.evaluate(step.result, body.own_index(step.result), frozenset(step.results), collect, {})
+        own = outer(len(program.axes(step.result)))
         for v, at in collect.leaves:
             if isinstance(at, tuple) and v in level:
-                found = max(found, level[v] + bool(program.reduced(body.made[v])))
+                # Elements of other threads are there after the nest that computes them.
+                later = program.reduced(body.made[v]) or (not reduces and at and at != own)
+                found = max(found, level[v] + bool(later))
         return found
 
     groups: dict = {}

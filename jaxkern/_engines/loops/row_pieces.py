@@ -99,7 +99,7 @@ class Pieces:
 
     def _offset(self, array, names) -> str:
         """The offset of an element of an array in memory."""
-        terms = [f"{name} * {array.strides[a]}" for a, name in zip(array.rows, names)]
+        terms = [f"({name}) * {array.strides[a]}" for a, name in zip(array.rows, names)]
         return " + ".join(terms) or "0"
 
     def _owner(self, array) -> str:
@@ -123,7 +123,7 @@ class Pieces:
     def _padded(self, sizes, names) -> str:
         """The offset of an element of a matrix in shared memory. Rows have an odd length, so that columns lie in all banks."""
         strides = padded_strides(sizes)
-        return " + ".join(f"{n} * {s}" for n, s in zip(names, strides))
+        return " + ".join(f"({n}) * {s}" for n, s in zip(names, strides))
 
     def _sync(self, of_block=False) -> None:
         self._step.append("__syncthreads();" if of_block or self._layout.team > 32 else "__syncwarp();")

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.jaxpr import REDUCTIONS, Flat, Value
-from jaxkern._engines.loops import pairs
+from jaxkern._engines.loops import pairs, parts
 from jaxkern._engines.loops.program import Program
 
 MOST_ROW = 4096  # elements of a row
@@ -69,7 +69,13 @@ class RowProgram(Program):
         return not pairs.is_complex(dtype) and super().computes(dtype, equation)
 
     def unite_step(self, step):
-        Flat.unite_step(self, step)
+        if step.name not in parts.MOVES:
+            Flat.unite_step(self, step)
+            return
+        if step.name == "pad" and any(between for _, _, between in step.params["padding_config"]):
+            self.fail(step, self.otherwise)
+        unite = lambda pairs: [a.unite(b) for a, b in pairs if a is not None and b is not None]
+        self._moved += [(d, step) for d in parts.unite(step, unite)]
 
     def _doubled(self, step, v):
         pass
@@ -86,7 +92,8 @@ class RowProgram(Program):
         return v.set() - self.rows
 
     def is_sum(self, step) -> bool:
-        return step.name in REDUCTIONS and (step.name == "reduce_sum" or not self.reduced(step))
+        linear = ("reduce_sum", "slice", "rev") + ("pad",) * (step.name == "pad" and self._is_zero(step.operands[1]))
+        return step.name in linear or (step.name in REDUCTIONS and not self.reduced(step))
 
     def fail(self, step, what):
         if self._finds_rows and (dims := self._sums_behind(step.operands, self.over(step))):
@@ -115,6 +122,7 @@ class RowProgram(Program):
     def _find_rows(self):
         every = self._values()
         self.rows = frozenset(d for v in every for d in v.set() if v.dims.count(d) > 1)
+        self.rows |= {d.same() for d, _ in self._moved}
         self._finds_rows = True
         while True:
             try:

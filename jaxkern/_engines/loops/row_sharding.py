@@ -71,7 +71,11 @@ class Part:
             if axes := self._axes.get(out.dims[axis], ()):
                 place = place + lax.axis_index(axes) * shape[axis]
             return [place.astype(computing(out.dtype))]
-        if step.name == "transpose" or step.name in REDUCTIONS:
+        if step.name == "slice":
+            whole, own = step.operands[0].aval.shape, self._shape(step.operands[0])
+            limits = [n if end == of else end for n, end, of in zip(own, params["limit_indices"], whole)]
+            return [lax.slice(xs[0], params["start_indices"], limits, params["strides"])]
+        if step.name in ("transpose", "rev", "pad", "concatenate") or step.name in REDUCTIONS:
             return [y.astype(computing(v.dtype)) for y, v in zip(self._bound(step, xs), step.results)]
         full = math.prod(shape) > 1
         xs = [

@@ -98,8 +98,9 @@ class Writer(Pieces):
             leaves = [final] if isinstance(final, tuple) else final.leaves
             if k in core.per_block:
                 found.update(v for v, at in leaves if isinstance(at, tuple) and len(at) < 2)
-            elif len(self._p.sizes(self._p.results[k])) > 1:
-                found.update(v for v, at in leaves if isinstance(at, tuple) and len(at) == 1)
+            else:
+                own = "o0" if len(self._p.sizes(self._p.results[k])) == 1 else None
+                found.update(v for v, at in leaves if isinstance(at, tuple) and len(at) == 1 and at[0] != own)
         return found
 
     def _cross(self, v, text) -> list:
