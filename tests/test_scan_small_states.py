@@ -201,10 +201,14 @@ def test_a_call_has_at_most_64_arrays():
     assert len(found) == 2 and not loops and all("RowLoopKernel" in text for text in found)
 
 
-def planned(e, on=FEW):
-    """(plan, core) of a scan by teams of threads."""
+def planned(e, on=FEW, order=()):
+    """(plan, core) of a scan by teams of threads. order: in which the dimensions of xs and ys with three lie in memory."""
     closed, counts = e.params["jaxpr"], compat.counts_of_scan(e.params)
-    core = RowCore(RowProgram(closed.jaxpr, closed.consts, *counts, "test"))
+    program = RowProgram(closed.jaxpr, closed.consts, *counts, "test")
+    of_steps = [*range(sum(counts), len(program.operands))]
+    of_steps += [len(program.operands) + k for k in range(counts[1], len(program.results))]
+    values = (*program.operands, *program.results)
+    core = RowCore(program, {k: order for k in of_steps if order and len(values[k].dims) == 2}, e.params["length"])
     return plan_rows.plan(on, core, e.params["length"], e.params["reverse"]), core
 
 
@@ -240,11 +244,23 @@ ON_THE_CPU = [
 def test_kernels_on_the_cpu(make, n, dtype, again):
     """Every element is written, nothing is read or written out of bounds, and results are right."""
     with compat.enable_x64(dtype == "float64"):
-        for e in traced(make, n, dtype, again)[:1] if make is viterbi else traced(make, n, dtype, again)[-1:]:
-            made, core = planned(e)
-            assert made.algorithm == "teams"
-            program, given, avals, wanted = evaluated(e, core.program, dtype)
-            agree(program.join(test_scan_plan.run(made, core, given, avals, e.params["length"], False)), wanted, dtype)
+        e = traced(make, n, dtype, again)[0 if make is viterbi else -1]
+        made, core = planned(e)
+        assert made.algorithm == "teams"
+        program, given, avals, wanted = evaluated(e, core.program, dtype)
+        agree(program.join(test_scan_plan.run(made, core, given, avals, e.params["length"], False)), wanted, dtype)
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@plans.needs_runtime
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0)])
+def test_steps_along_any_axis(order):
+    e = traced(normalised, 20, "float32", True)[-1]
+    made, core = planned(e, order=order)
+    program, given, avals, wanted = evaluated(e, core.program, "float32")
+    given = [x.transpose(core.orders[k]) if k in core.orders else x for k, x in enumerate(given)]
+    assert len(core.orders) > 2
+    agree(program.join(test_scan_plan.run(made, core, given, avals, e.params["length"], False)), wanted, "float32")
 
 
 @plans.needs_nvrtc

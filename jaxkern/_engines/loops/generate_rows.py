@@ -21,20 +21,34 @@ from jaxkern._engines.loops.row_writer import Writer
 
 @dataclasses.dataclass(eq=False)
 class Array:
-    """An array in memory, of one step. dims: a Dim of the lanes, or None; sizes: of its dimensions; rows: axes that are rows."""
+    """An array in memory, of one step. dims: a Dim of the lanes, or None; sizes: of its dimensions; rows: axes that are rows.
+
+    order, length: see generate.Array.
+    """
 
     dims: tuple
     sizes: tuple
     dtype: np.dtype
     rows: tuple
+    order: tuple = ()
+    length: int = 1
+
+    def _distances(self) -> dict:
+        """{dimension: distance of two elements along it}; 0 is the dimension of steps, the others follow."""
+        found, stride, sizes = {}, 1, (self.length, *self.sizes)
+        for axis in reversed(self.order or range(len(sizes))):
+            found[axis], stride = stride, stride * sizes[axis]
+        return found
 
     @property
     def strides(self) -> tuple:
-        return tuple(math.prod(self.sizes[a + 1 :]) for a in range(len(self.sizes)))
+        found = self._distances()
+        return tuple(found[a + 1] for a in range(len(self.sizes)))
 
     @property
-    def size(self) -> int:
-        return math.prod(self.sizes)
+    def step(self) -> int:
+        """The distance of two steps."""
+        return self._distances()[0]
 
     @property
     def size_of_rows(self) -> int:
@@ -50,11 +64,12 @@ class RowCore:
     """What the kernel reads and writes; compare generate.Core.
 
     consts, xs: positions of the operands that it reads. carries, ys: the arrays that it writes. per_block: positions of
-    accumulators that are matrices: the teams of a block have one in common. blocks: of the grid, set by the plan.
+    accumulators that are matrices: the teams of a block have one in common. blocks: of the grid, set by the plan. orders, length: see
+    generate.Core.
     """
 
-    def __init__(self, program):
-        self.program, self.orders, self.blocks = program, {}, 1
+    def __init__(self, program, orders=None, length=1):
+        self.program, self.orders, self.length, self.blocks = program, orders or {}, length, 1
         first_x = program.num_consts + program.num_carry
         self.consts = [k for k in program.used if k < program.num_consts]
         self.xs = [k for k in program.used if k >= first_x]
@@ -79,18 +94,20 @@ class RowCore:
             return found, tuple(at[a] for a in program.axes(found))
         return body.finish(row_nests.Nest([v], [(v, index)], program.sizes(v)))
 
-    def _array(self, v) -> Array:
+    def _array(self, v, place=None) -> Array:
+        """place: of an operand or, after them, of a result, among `orders`."""
         if isinstance(v, Constant):
             return Array((), (), np.dtype(v.aval.dtype), ())
-        return Array(v.dims, tuple(v.aval.shape), v.dtype, self.program.axes(v))
+        order = self.orders.get(place, ())
+        return Array(v.dims, tuple(v.aval.shape), v.dtype, self.program.axes(v), order, self.length)
 
     def operand(self, k) -> Array:
-        return self._array(self.program.operands[k])
+        return self._array(self.program.operands[k], k)
 
     def _written(self, k, v) -> Array:
         p = self.program
         if k not in self.sums:
-            return self._array(v if k >= p.num_carry else p.carries[k])
+            return self._array(v, len(p.operands) + k) if k >= p.num_carry else self._array(p.carries[k])
         lanes = tuple(d for d in p.dims if d in self.sums[k])
         sizes = tuple(d.size for d in lanes)
         rows = p.sizes(v)
@@ -102,6 +119,7 @@ class RowCore:
         found = []
         for k, a in enumerate((*self.carries, *self.ys)):
             shape = (length, *a.sizes) if k >= len(self.carries) else a.sizes
+            shape = tuple(shape[axis] for axis in a.order) or shape
             if k in self.per_block and not self.alone:
                 shape = (self.blocks, *(a.sizes[at] for at in a.rows))
             found.append((shape, a.dtype))
@@ -111,6 +129,7 @@ class RowCore:
         """The results of the scan; see generate.Core."""
         p, found = self.program, []
         for k, (y, a, aval) in enumerate(zip(arrays, (*self.carries, *self.ys), avals, strict=True)):
+            y = jnp.transpose(y, np.argsort(a.order)) if a.order else y
             if k in self.sums:
                 v, step = p.results[k], int(k >= p.num_carry)
                 own, lanes = p.lanes(v), [d for d in a.dims if d is not None]

@@ -74,19 +74,20 @@ def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
     body = jaxpr, consts, num_consts, num_carry
     if algorithms.forced(OPERATION) == TEAMS:
         with contextlib.suppress(Unsupported):
-            return _in_teams(*body, length, reverse, label)
+            return _in_teams(operands, *body, length, reverse, label)
     try:
         return _in_lanes(operands, *body, length, reverse, label)
     except Unsupported:
         with contextlib.suppress(Unsupported):
-            return _in_teams(*body, length, reverse, label)
+            return _in_teams(operands, *body, length, reverse, label)
         raise
 
 
-def _in_teams(jaxpr, consts, num_consts, num_carry, length, reverse, label) -> Loop:
+def _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label) -> Loop:
     """A scan whose body reduces along rows: a team of threads runs a lane."""
     program = RowProgram(jaxpr, consts, num_consts, num_carry, label)
-    core = RowCore(program)
+    sources, orders = _transposed(program, operands)
+    core = RowCore(program, orders, length)
     problem = plan.Problem(
         math.prod(d.size for d in program.dims), length, row=max((d.size for d in program.rows), default=1)
     )
@@ -94,7 +95,7 @@ def _in_teams(jaxpr, consts, num_consts, num_carry, length, reverse, label) -> L
     launches = plan_rows.plan(device.this_device(), core, length, reverse)
     if launches is None:
         raise Unsupported(f"{label}: a body of that many arrays, statements or elements of matrices has no kernel")
-    return Loop(program, core, launches, length)
+    return Loop(program, core, launches, length, sources)
 
 
 def _in_lanes(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label) -> Loop:
@@ -103,7 +104,7 @@ def _in_lanes(operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
     if program.has_rows and algorithms.forced(OPERATION) == "auto":
         # A team reads rows where they are, and compiles in a third of the time.
         with contextlib.suppress(Unsupported):
-            return _in_teams(jaxpr, consts, num_consts, num_carry, length, reverse, label)
+            return _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label)
     parts = ahead.split(program, device.this_device().sm_count)
     if parts is not None:
         loops = [_planned(part.program, length, reverse) for part in parts]
@@ -139,10 +140,10 @@ def _transposed(program, operands):
         source, permutation = stablehlo.transposed(operands[k])
         if source is not None and _is_read_in_runs(permutation, v.dims, v.dtype):
             sources[k], orders[k] = source, tuple(map(int, np.argsort(permutation)))
-    alike = {orders.get(k, ()) for k in xs if len(program.operands[k].set()) == len(program.dims)}
+    alike = {orders.get(k, ()) for k in xs if len(program.operands[k].set()) == program.rank}
     if len(alike) == 1 and (order := alike.pop()):
         for k, v in enumerate(program.results[program.num_carry :], program.num_carry):
-            if isinstance(v, Value) and len(v.dims) + 1 == len(order) and len(v.set()) == len(program.dims):
+            if isinstance(v, Value) and len(v.dims) + 1 == len(order) and len(v.set()) == program.rank:
                 if k not in program.sums and _is_read_in_runs(np.argsort(order), v.dims, v.dtype):
                     orders[len(program.operands) + k] = order
     return sources, orders

@@ -212,6 +212,11 @@ class Program(Flat):
         return found
 
     @property
+    def rank(self) -> int:
+        """The dimensions of an array with all lanes."""
+        return len(self.dims)
+
+    @property
     def carries(self) -> list:
         return self.operands[self.num_consts : self.num_consts + self.num_carry]
 

@@ -159,6 +159,11 @@ class RowProgram(Program):
         return tuple(v.dims[a].size for a in self.axes(v))
 
     @property
+    def rank(self) -> int:
+        """The dimensions of an array with all lanes and a row."""
+        return len(self.dims) + 1
+
+    @property
     def indices(self) -> list:
         """The lanes whose indices the body uses."""
         found = [s.result.dims[s.params["dimension"]] for s in self.steps if s.name == "iota"]

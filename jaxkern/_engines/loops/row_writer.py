@@ -198,7 +198,7 @@ class Writer(Pieces):
         """Loads elements of xs."""
         p = self._p
         v, array, n = p.operands[k], self._core.operand(k), self._id(p.operands[k])
-        type_, sizes, step = cpp_type(v.dtype), p.sizes(v), f" + step * {array.size}"
+        type_, sizes, step = cpp_type(v.dtype), p.sizes(v), f" + step * {array.step}"
         self._members.append(f"const {type_}* p{n};")
         self._begin.append(f"p{n} = {self._pointer(at, array)};")
         if len(sizes) > 1:
@@ -207,7 +207,7 @@ class Writer(Pieces):
             return
         self._x.append(f"{type_} x{n}{f'[{self._items(sizes[0])}]' if sizes else ''};")
         item = "[k]" if sizes else ""
-        load = f"x.x{n}{item} = p{n}[step * {array.size} + {self._offset(array, ('o0',))}];"
+        load = f"x.x{n}{item} = p{n}[step * {array.step} + {self._offset(array, ('o0',))}];"
         self._load += self._in_row(v, [load])
         self._step.append(self._declared(v))
         lines = [f"v{n}{item} = Wide<{type_}>(x.x{n}{item});", *self._cross(v, f"v{n}{item}")]
@@ -341,7 +341,7 @@ class Writer(Pieces):
             offset = self._lane_offset(array.groups(p.dims), "lane")
             self._members.append(f"{type_}* q{k};")
             self._begin.append(f"q{k} = static_cast<{type_}*>(a.out[{k}]) + {offset};")
-            stored = [*lines, f"q{k}[step * {array.size} + {self._offset(array, names)}] = Rounded<{type_}>({text});"]
+            stored = [*lines, f"q{k}[step * {array.step} + {self._offset(array, names)}] = Rounded<{type_}>({text});"]
             owner = self._owner(array)
             if not sizes:
                 self._step += [f"if (t == 0 && {owner}) {{", *(f"  {x}" for x in stored), "}"]
