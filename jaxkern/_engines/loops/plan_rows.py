@@ -90,8 +90,9 @@ def is_worth_it(device, core, layout, lanes, unstaged) -> bool:
     """
     own = work(core, layout)
     of_block = own * ceil_div(core.blocks, device.sm_count) * ceil_div(layout.threads, tuning.ISSUED)
-    of_gpu = own * lanes * layout.team / (device.sm_count * tuning.ISSUED)
-    return of_block <= 2 * of_gpu + tuning.ROW_STEP and unstaged * lanes <= tuning.UNSTAGED
+    needed = sum((nest.function.size + 4) * math.prod((*nest.out, *nest.over)) for nest in core.every_nest)
+    of_gpu = needed * lanes / (device.sm_count * tuning.ISSUED)
+    return of_block <= tuning.ROW_WASTE * of_gpu + tuning.ROW_STEP and unstaged * lanes <= tuning.UNSTAGED
 
 
 def steps_ahead(core, layout, length) -> int:

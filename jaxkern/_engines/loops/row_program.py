@@ -145,8 +145,22 @@ class RowProgram(Program):
                 self.fail(step, "a reduction that kernels of loops do not have")
             if any(d.size > MOST_ROW for d in self.reduced(step)):
                 self.fail(step, f"a reduction of more than {MOST_ROW} elements")
+        related = self._related(frozenset().union(*map(self.reduced, self.steps)))
+        for d, step in self._moved:
+            if d.same() not in related and d.same().size > parts.MOST:  # such as the steps of an inner loop
+                self.fail(step, self.otherwise)
         if any(d.size > MOST_ROW for d in self.rows):
             raise Unsupported(f"{self.label}: rows of more than {MOST_ROW} elements")
+
+    def _related(self, dims) -> frozenset:
+        """These rows, and rows between which data moves to or from them."""
+        groups: dict = {}
+        for d, step in self._moved:
+            groups.setdefault(id(step), set()).add(d.same())
+        found = set(dims)
+        while more := [own for own in groups.values() if own & found and not own <= found]:
+            found.update(*more)
+        return frozenset(found)
 
     def lanes(self, v) -> tuple:
         return tuple(d for d in v.dims if d is not None and d not in self.rows)

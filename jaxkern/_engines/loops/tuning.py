@@ -69,6 +69,9 @@ WARP_ROW = 256  # elements of a row that a warp takes, at most
 ROW_THREADS = 1024  # per multiprocessor, where several threads share what is reduced for an element, at most
 ISSUED = 128  # threads of a multiprocessor that run an instruction in a cycle
 ROW_STEP = 16384  # instructions of a thread that take as long as the launches of a step's kernels in XLA
+ROW_WASTE = (
+    4  # instructions for each that XLA would run, at most: threads of a team repeat what is the same along a row
+)
 UNSTAGED = 16 << 20  # bytes of matrices that all lanes read from L2 in a step, at most
 ROW_AHEAD = 4  # steps that are loaded ahead, at most
 ROW_LATENCY = 600  # statements of a thread that take as long as a load from memory
