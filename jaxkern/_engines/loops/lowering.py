@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxkern._core import algorithms, compat, compat_lowering, device, environment, launch, registry, stablehlo, switch
 from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.jaxpr import Value
-from jaxkern._engines.loops import ahead, plan, plan_rows, scan_sharding
+from jaxkern._engines.loops import ahead, plan, plan_rows, scan_sharding, tuning
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.generate_rows import RowCore
 from jaxkern._engines.loops.program import Program
@@ -101,7 +101,8 @@ def _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
 def _in_lanes(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label) -> Loop:
     """A scan whose body is elementwise over lanes: a thread runs a lane."""
     program = Program(jaxpr, consts, num_consts, num_carry, label)
-    if program.has_rows and algorithms.forced(OPERATION) == "auto":
+    few = math.prod(d.size for d in program.dims) <= tuning.TEAM_LANES
+    if program.has_rows and few and algorithms.forced(OPERATION) == "auto":
         # A team reads rows where they are, and compiles in a third of the time.
         with contextlib.suppress(Unsupported):
             return _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label)

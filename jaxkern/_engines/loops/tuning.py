@@ -66,7 +66,10 @@ MANY_NUMBERS = 4  # words of a map, from which there is a block less: advantages
 
 MOST_ARRAYS = 63  # of a call, beside scratch: kMostBuffers of ffi/runtime/handler.cc
 WARP_ROW = 256  # elements of a row that a warp takes, at most
-ROW_THREADS = 1024  # per multiprocessor, where several threads share what is reduced for an element, at most
+ROW_THREADS = (
+    0  # per multiprocessor, up to which several threads share what is reduced for an element; others were not timed
+)
+TEAM_LANES = 16384  # up to which teams run states that a thread could hold; more were not timed
 ISSUED = 128  # threads of a multiprocessor that run an instruction in a cycle
 ROW_STEP = 16384  # instructions of a thread that take as long as the launches of a step's kernels in XLA
 ROW_WASTE = (
