@@ -28,6 +28,7 @@ OPERATIONS = (
     "cross_entropy",
     "linear_cross_entropy",
     "index_add",
+    "scatter",
     "segment_softmax",
     "messages",
     "sparse",

@@ -85,8 +85,11 @@ class accelerate(contextlib.ContextDecorator):
         force: takes every case that the kernels can run, whatever its size, also on the CPU, where jaxkern's references
             run in place of its kernels. For tests.
         export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
+        deterministic: takes every scatter-add of floating-point numbers that kernels can run, whatever its size, and adds in a fixed
+            order. By default short rows of float32 or float64 are added in no fixed order, as XLA adds them.
 
-    Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. Sums have the same bits in every run.
+    Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. Sums of rows of more than 60 bytes have
+    the same bits in every run, with `deterministic` all sums that are taken.
     The docstring of jaxkern/_accelerate/functions.py says what else differs, for rows of infinite logits and for logits that are
     converted from bfloat16 to float32.
 
@@ -116,8 +119,9 @@ class accelerate(contextlib.ContextDecorator):
         *,
         force: bool = False,
         export: bool = False,
+        deterministic: bool = False,
     ):
-        self._settings = _settings(only, without, force, export)
+        self._settings = _settings(only, without, force, export, deterministic)
         if not isinstance(check, (bool, np.bool_)) and validate.number("accelerate", "check", check) < 0:
             raise ValueError(f"jaxkern.accelerate: check must not be negative, got {check}")
         self._check = check
@@ -159,6 +163,7 @@ def install(
     *,
     force: bool = False,
     export: bool = False,
+    deterministic: bool = False,
 ) -> None:
     """`accelerate` for the whole process: every thread, until `uninstall`. The arguments are the same.
 
@@ -167,7 +172,7 @@ def install(
     >>> jaxkern.uninstall()
     """
     global _installed
-    settings = _settings(only, without, force, export, name="install")
+    settings = _settings(only, without, force, export, deterministic, name="install")
     if not _prepare(settings):
         return
     if not switch.set_default(settings):
@@ -234,7 +239,7 @@ def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.An
     validate.choice("explain", "platform", platform, ("cpu", "cuda", "rocm", "tpu"))
 
     def explained(*args, **kwargs) -> Explanation:
-        settings = switch.current() or _settings(None, (), False, False)
+        settings = switch.current() or _settings(None, (), False, False, False)
         listed = frozenset(switch.LISTED) - settings.operations
         settings = settings._replace(
             operations=settings.operations | listed,
@@ -269,7 +274,7 @@ def _traceable(f, options, args, kwargs):
 # ---- settings
 
 
-def _settings(only, without, force, export, name="accelerate") -> Settings:
+def _settings(only, without, force, export, deterministic, name="accelerate") -> Settings:
     """The settings that these arguments of the function `name` stand for, which the user's code has called."""
     if callable(only) and name == "accelerate":
         raise TypeError(
@@ -278,7 +283,8 @@ def _settings(only, without, force, export, name="accelerate") -> Settings:
     only = switch.DEFAULT if only is None else _operations(name, "only", only)
     without = _operations(name, "without", without)
     force, export = validate.flag(name, "force", force), validate.flag(name, "export", export)
-    return Settings(frozenset(only) - frozenset(without), force, export)
+    deterministic = validate.flag(name, "deterministic", deterministic)
+    return Settings(frozenset(only) - frozenset(without), force, export, deterministic=deterministic)
 
 
 def _operations(function, argument, given) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ SMALL = {
     "cross_entropy": (1024, 256),
     "linear_cross_entropy": (64, 32, 512),
     "index_add": (5000, 8),
+    "scatter": (100, 3),
     "segment_softmax": (5000, 8),
     "messages": (5000, 64),
     "sparse": (5000, 8),

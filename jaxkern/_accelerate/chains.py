@@ -9,7 +9,7 @@ operand. Nothing is removed from the program: XLA drops unused operations. Cheap
 reads, `(h * scale[:, None])[senders]`, is done for each edge instead, so that it takes no pass over memory.
 
 The order of the edges is a sort, which XLA shares between all chains of a program that have the same indices. Where it is
-there already, updates that no chain makes are reduced by the message kernel, too.
+there already, updates that no chain makes are reduced by the message kernel, too. Sums of short rows need no order (unordered.py).
 
 Where XLA splits a program over devices, no chain is taken; its gathers and its scatter run as they do alone. When a scatter is
 lowered, it is not known how the nodes are split. If they are, the kernel needs all of them, an all-gather that the plain program
@@ -32,6 +32,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._accelerate import layout as layouts
+from jaxkern._accelerate import unordered
 from jaxkern._accelerate.nodes import (
     EXACT,
     ROWS,
@@ -50,6 +51,7 @@ from jaxkern._ops.indexing import sort
 from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the lowerings of messages
 from jaxkern._ops.messages import plan
 from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, features_of, ordered_reduce_p
+from jaxkern._ops.messages.scatter_plan import Other
 
 REDUCTIONS = {"scatter_add": "sum", "scatter_max": "max", "scatter_min": "min"}
 JOIN = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
@@ -88,22 +90,24 @@ class Chain(typing.NamedTuple):
     counts: int
     text: str
     bytes: int
+    free: unordered.Free | None = None  # where the order of the sums is free
 
 
 # ---- from nodes to a message
 
 
-def find(program, name, avals, indices, updates, clip, *, alone=False) -> Chain | None:
+def find(program, name, avals, indices, updates, clip, *, alone=False, free=False) -> Chain | None:
     """The chain that makes the updates of this scatter, which is `in_order`; or None.
 
     indices, updates: the scatter's, values of `program`. alone: the updates are an operand, whatever makes them.
+    free: the messages are added in no fixed order (unordered.py).
     """
     if not compat_lowering.copies_operations():
         return None
     for sinks in (False,) if alone else (True, False):
         walk = Walk(program, avals[2].shape, avals[1].ndim - 1, sinks)
         try:
-            if (chain := _chain(walk, name, avals, indices, updates, clip, alone)) is not None:
+            if (chain := _chain(walk, name, avals, indices, updates, clip, alone, free)) is not None:
                 return chain
         except (Ends, cpp.Unsupported):
             pass
@@ -129,7 +133,7 @@ def in_order(layout, avals) -> bool:
     )
 
 
-def _chain(walk, name, avals, indices, value, clip, alone) -> Chain | None:
+def _chain(walk, name, avals, indices, value, clip, alone, free) -> Chain | None:
     """The chain that `walk` finds in the updates, which are `value`; raises Ends where it cannot be one message."""
     operand, _, updates = avals
     dims = tuple(d if n != 1 else None for d, n in enumerate(walk.full))
@@ -140,16 +144,27 @@ def _chain(walk, name, avals, indices, value, clip, alone) -> Chain | None:
     at_row, by_index = _by_index(walk, used, operand.shape[0], indices, clip)
     weight = lambda nodes: sum(row_bytes(_source(walk.nodes[k])) for k in nodes)
     at_other = max(by_index.values(), key=weight, default=[])
-    if not alone and not any(has_features(walk, walk.nodes[k].leaf.dims) for k in (*at_row, *at_other)):
+    if not alone and not free and not any(has_features(walk, walk.nodes[k].leaf.dims) for k in (*at_row, *at_other)):
         return None
     # XLA fuses a gather of wider types with the arithmetic that it would then store for the kernel.
-    read = _operands(walk, used, at_row, at_other, may_store_gathers=alone or updates.dtype.itemsize <= 2)
+    read = _operands(walk, used, at_row, at_other, may_store_gathers=alone or updates.dtype.itemsize <= 2, free=free)
     function = _function_of(walk, used, root, read)
-    other, others = None, 0
+    other, others, nodes = None, 0, None
     if at_other:
         first = walk.nodes[at_other[0]]
         others = read.operands[read.of_node[at_other[0]]].rows
-        other = read.place(first.leaf.index) if first.name == "rows" else _repeated(walk, first.leaf.dims)
+        if first.name == "rows":
+            index, wrap = unordered.raw(first.leaf.index, others) if free else (first.leaf.index, False)
+            other, nodes = read.place(index), Other(others, wrap=wrap)
+        else:
+            other = _repeated(walk, first.leaf.dims)
+            nodes = unordered.repeated(other, walk.full, walk.counts)
+    own = None
+    if free:
+        index, wrap = unordered.raw(indices, operand.shape[0])
+        own = unordered.Free(read.place(index), wrap, nodes)
+        if (nodes is None) != (other is None) or not read.operands:
+            raise Ends
     chain = Chain(
         values=tuple(read.values),
         operands=tuple(read.operands),
@@ -159,8 +174,9 @@ def _chain(walk, name, avals, indices, value, clip, alone) -> Chain | None:
         reduction=REDUCTIONS[name],
         full=tuple(walk.full),
         counts=walk.counts,
-        text=_text(walk, used, repeats=isinstance(other, tuple)),
+        text=_text(walk, used, isinstance(other, tuple), free),
         bytes=0,
+        free=own,
     )
     return _with_plan(chain, walk, operand, read.dtypes)
 
@@ -193,10 +209,11 @@ class _Operands:
         return [self.values[o.at].type[1] for o in self.operands]
 
 
-def _operands(walk, used, at_row, at_other, may_store_gathers) -> _Operands:
+def _operands(walk, used, at_row, at_other, may_store_gathers, free) -> _Operands:
     """The operands of the nodes `used`. at_row, at_other: nodes that are rows of the nodes at the ends of the edges.
 
-    may_store_gathers: whether an operand of edges x features may be arithmetic on a gather.
+    may_store_gathers: whether an operand of edges x features may be arithmetic on a gather. free: with no order, XLA would have
+        read arrays of edges x features, too, unless it fuses what makes them.
     """
     read = _Operands()
     stored = set()  # operands of edges x features
@@ -217,7 +234,7 @@ def _operands(walk, used, at_row, at_other, may_store_gathers) -> _Operands:
             if whole and not may_store_gathers and walk.program.gathers(leaf.value):
                 raise Ends
             read.add(k, EDGE if edge else SHARED, leaf.value, leaf.dims, walk.edges if edge else 1)
-            if whole:
+            if whole and not (free and not leaf.value.is_fused):
                 stored.add(read.of_node[k])
     if len(read.operands) > MOST_OPERANDS or len(stored) > MOST_STORED:
         raise Ends
@@ -240,12 +257,15 @@ def _function_of(walk, used, root, read) -> functor.Function:
     return function
 
 
-def _text(walk, used, repeats) -> str:
+def _text(walk, used, repeats, free) -> str:
     """What the record says of a chain. repeats: nodes at the other ends are repeated, not gathered."""
+    order = "in no fixed order" if free else "in the order of the edges"
     kinds = {"rows": "gather", **({"leaf": "broadcast"} if repeats else {})}
     names = dict.fromkeys(kinds.get(walk.nodes[k].name, walk.nodes[k].name) for k in used)
     names = [n for n in names if n not in ("leaf", "constant")]
-    return f"one message kernel instead of {', '.join(names)} and scatter" if names else "in the order of the edges"
+    if not names:
+        return order
+    return f"one message kernel instead of {', '.join(names)} and scatter" + (f", {order}" if free else "")
 
 
 def _with_plan(chain, walk, operand, dtypes) -> Chain | None:
@@ -253,7 +273,8 @@ def _with_plan(chain, walk, operand, dtypes) -> Chain | None:
     shapes = [_arranged(o, chain) for o in chain.operands]
     ends, plans = tuple(o.end for o in chain.operands), walk.program.plans
     rows = operand.shape[0]
-    key = (chain.function, ends, chain.reduction, walk.edges, rows, tuple(shapes), tuple(dtypes), operand.dtype)
+    nodes = chain.free and (chain.free.other,)
+    key = (chain.function, ends, chain.reduction, walk.edges, rows, tuple(shapes), tuple(dtypes), operand.dtype, nodes)
     if key not in plans:
         plans[key] = _has_plan(chain, operand, shapes, dtypes)
     if not plans[key]:
@@ -261,7 +282,8 @@ def _with_plan(chain, walk, operand, dtypes) -> Chain | None:
     read = {ROW: rows, OTHER: walk.edges, EDGE: walk.edges, SHARED: 1}
     moved = [read[end] * math.prod(s[1:]) * d.itemsize for end, s, d in zip(ends, shapes, dtypes)]
     result = operand.size * operand.dtype.itemsize
-    return chain._replace(bytes=sum(moved) + result + 3 * 4 * walk.edges)
+    indices = (3 if chain.free is None else 1 + (chain.other is not None)) * 4 * walk.edges
+    return chain._replace(bytes=sum(moved) + result + indices)
 
 
 def _by_index(walk, used, count, scattered, clip):
@@ -378,6 +400,8 @@ def _other(values, order, chain: Chain):
 
 def _has_plan(chain, operand, shapes, dtypes) -> bool:
     edges, rows = math.prod(chain.full[: chain.counts]), operand.shape[0]
+    if chain.free is not None:
+        return unordered.has_plan(chain, edges, shapes, dtypes, operand)
     order = jax.core.ShapedArray((edges,), jnp.uint32)
     offsets = jax.core.ShapedArray((rows + 1,), jnp.uint32)
     arrays = [jax.core.ShapedArray(s, d) for s, d in zip(shapes, dtypes)]
@@ -390,6 +414,9 @@ def _has_plan(chain, operand, shapes, dtypes) -> bool:
 def run(operand, indices, *values, chain: Chain, layout, clip, onto_identity):
     """The scatter: its operand reduced with the messages."""
     rows = operand.shape[0]
+    if chain.free is not None:
+        arrays = [_arrange(values[o.at], o, chain) for o in chain.operands]
+        return unordered.run(operand, values, arrays, chain=chain, clip=clip, onto_identity=onto_identity)
     index = layouts.canonical_indices(layout, indices, operand.shape, clip)
     keys, order = sort.sort_indices(index[None], rows=rows, wrap=False, clip=clip)
     arrays = [_arrange(values[o.at], o, chain) for o in chain.operands]

@@ -37,6 +37,9 @@ CROWDED_WIDE, CROWDED_ROWS = 1 << 13, 64
 CHAIN_COUNT = 100_000
 CHAIN_ROWS = 16  # rows for each edge, at most: the kernel finds where each row begins
 ORDERED_COUNT = 1 << 14  # in 16 bits, or in an order that is there already: below, launches take as long as the sums
+# Narrow rows in no fixed order: bytes of a row; updates from which launches take less time than the sums.
+FREE_DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.float64)))
+FREE_BYTES, FREE_COUNT = 60, 100_000
 ALONE_BYTES = 32  # of a row of updates that XLA would not have stored
 FUSED_GATHER = "XLA fuses the gather that makes the updates"
 FUSED_ARITHMETIC = "XLA fuses the arithmetic or slice that makes the updates"
@@ -120,6 +123,8 @@ MEASURED = {
     ],
     "CHAIN_ROWS": [],
     "ORDERED_COUNT": _programs(("potential with forces", "bfloat16", True)),
+    "FREE_BYTES": [],
+    "FREE_COUNT": [],
     "ALONE_BYTES": [
         Measured("messages", "edge_sum", "1166243x8 into 169343 uniform", "float32", "forward", True),
         Measured("messages", "edge_sum", "1166243x8 into 169343 zipf", "float32", "forward", True),
@@ -163,6 +168,7 @@ class Scatter(typing.NamedTuple):
     moves_operand: dimensions of the operand must be transposed.
     gathers: the updates are arithmetic on a gather.
     fused: the updates are arithmetic, slices or the like, which XLA computes where it adds them.
+    is_unique: no row occurs twice.
     jaxlib: its version.
     """
 
@@ -178,6 +184,7 @@ class Scatter(typing.NamedTuple):
     moves_operand: bool = False
     gathers: bool = False
     fused: bool = False
+    is_unique: bool = False
     jaxlib: tuple[int, ...] = (0, 11, 2)
 
     @property
@@ -259,6 +266,21 @@ def chain(p: Scatter, ordered: bool) -> tuple[bool, str]:
     if not first and p.operation == "scatter_add" and p.rows * p.trail * p.dtype.itemsize < WIDE_BYTES:
         return False, f"{p.rows} rows of {p.trail} features are few for a chain"
     return True, "a chain"
+
+
+def free(p: Scatter) -> tuple[bool, str]:
+    """Whether narrow rows are added in no fixed order, as XLA adds them (unordered.py)."""
+    if p.operation != "scatter_add" or p.dtype not in FREE_DTYPES:
+        return False, f"no atomic sums of {p.dtype}"
+    if p.batch * p.lead > 1 or p.trail * p.dtype.itemsize > FREE_BYTES:
+        return False, f"{p.trail} elements side by side are many"
+    if p.is_sorted or p.is_unique:
+        return False, "nothing was measured with sorted or unique indices"
+    if p.count < FREE_COUNT:
+        return False, f"{p.count} updates are few"
+    if not p.zeros and p.rows > p.count:
+        return False, "the operand is larger than the updates"
+    return True, "narrow rows"
 
 
 def alone(p: Scatter, ordered: bool) -> bool:

@@ -299,7 +299,8 @@ class Walk:
             operands = tuple(visit(v, dims if len(v.type[0]) == len(dims) else ()) for v in op.operands)
         exact = all(self.nodes[k].exact for k in operands)
         equality = name == "compare" and floats and f in (lax.eq, lax.ne)
-        if equality and not exact and operands[0] != operands[1]:  # x != x finds NaN
+        computed = {k for k in operands if self.nodes[k].name != "constant"}
+        if equality and not exact and len(computed) > 1:  # x != x finds NaN, and x != 0 the remainder of a division
             # Values that are computed again may be rounded differently than the values that they should equal.
             self._forget(before)
             return None

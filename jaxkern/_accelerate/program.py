@@ -170,6 +170,13 @@ class Value:
             return None
         return index if add is not None and add.name == "add" and add.operands[0].key == index.key else None
 
+    def before_wrapping(self, n: int):
+        """i, if this is select(i < 0, i + n, i) of 32 or 64 bits; or None."""
+        found = self.unwrapped
+        if found is None or found.type is None or found.type[1].itemsize < 4:
+            return None
+        return found if self.base.op.operands[1].op.operands[1].constant == n else None
+
     @property
     def is_fused(self) -> bool:
         """Whether it is arithmetic, which XLA computes in one pass over memory with what consumes it."""

@@ -170,6 +170,8 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
     else:
         problem = _in_program(problem, ctx, operand, updates, listened or settings.force)
         taken, why = gate.can_scatter(problem) if settings.force else gate.scatter(problem)
+        if not taken and _must_be_taken(problem, settings):
+            taken, why = True, "in a fixed order"
         if not taken and why == gate.FUSED_GATHER and why_not:
             why = f"{why}, and {why_not}"
         if taken and (refusal := switch.refusal(ctx, settings)):
@@ -221,12 +223,26 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
     indices, updates = map(program.value, values[1:])
     own = root(indices) if any(known) else None
     ordered = own is not None and (own[0] in known.made or known.gathered[own] > 1)
+    find = functools.partial(chains.find, program, name, ctx.avals_in, indices, updates, clip)
+    if (
+        not ordered
+        and not settings.deterministic
+        and _may_be_free(problem, settings)
+        and not switch.refusal(ctx, settings)
+    ):
+        problem = problem._replace(zeros=_is_identity(name, ctx, values[0]))
+        if settings.force or gate.free(problem)[0]:
+            found = find(free=True)
+            if found is None and (settings.force or not stablehlo.is_arithmetic(ctx, values[2])):
+                found = find(free=True, alone=True)
+            if found is not None:
+                return found, ""
     taken, why = gate.can_scatter(problem) if settings.force else gate.chain(problem, ordered)
     if not taken or switch.refusal(ctx, settings):
         return None, "" if taken else why
-    found = chains.find(program, name, ctx.avals_in, indices, updates, clip)
+    found = find()
     if found is None and gate.alone(problem._replace(gathers=program.gathers(updates)), ordered):
-        found = chains.find(program, name, ctx.avals_in, indices, updates, clip, alone=True)
+        found = find(alone=True)
     if found is not None:
         known.made.add(root(indices)[0])
         if isinstance(found.other, int):
@@ -237,13 +253,13 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
 def _problem(name, avals, params):
     """(problem, layout), or why it is not one of rows. The facts that only the program knows are the best for kernels."""
     mode = getattr(params["mode"], "name", str(params["mode"]))
-    wide, is_sorted = bool(jax.config.jax_enable_x64), bool(params["indices_are_sorted"])
+    wide, hints = bool(jax.config.jax_enable_x64), (bool(params["indices_are_sorted"]), bool(params["unique_indices"]))
     types = tuple((a.shape, a.dtype) for a in avals)
-    return _problem_of(name, types, params["dimension_numbers"], mode, is_sorted, wide, compat.jaxlib())
+    return _problem_of(name, types, params["dimension_numbers"], mode, hints, wide, compat.jaxlib())
 
 
 @functools.lru_cache(maxsize=1024)
-def _problem_of(name, types, dimension_numbers, mode, is_sorted, wide, jaxlib):
+def _problem_of(name, types, dimension_numbers, mode, hints, wide, jaxlib):
     """wide: whether 64-bit types are on, which the numbers of rows depend on."""
     (operand, dtype), (indices, _), (updates, of_updates) = types
     if dtype != of_updates or jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -257,7 +273,8 @@ def _problem_of(name, types, dimension_numbers, mode, is_sorted, wide, jaxlib):
         return "more rows than 32 bits number"
     moves = layouts.moves_operand(layout, operand)
     sizes = layouts.sizes(layout, operand, indices)
-    return gate.Scatter(name, dtype, *sizes, is_sorted, True, moves, jaxlib=jaxlib), layout
+    is_sorted, is_unique = hints
+    return gate.Scatter(name, dtype, *sizes, is_sorted, True, moves, is_unique=is_unique, jaxlib=jaxlib), layout
 
 
 def _in_program(problem, ctx, operand, updates, whole):
@@ -283,9 +300,20 @@ def _may_be_taken(found, settings, module) -> bool:
     """Whether the program around a scatter decides if it is taken. found: what `_problem` returned."""
     if isinstance(found, str):
         return False
-    if settings.force:
+    if settings.force or _must_be_taken(found[0], settings):
         return gate.can_scatter(found[0])[0]
-    return gate.scatter(found[0])[0] or gate.chain(found[0], any(_orders(module)))[0]
+    free = not settings.deterministic and gate.free(found[0])[0]
+    return free or gate.scatter(found[0])[0] or gate.chain(found[0], any(_orders(module)))[0]
+
+
+def _must_be_taken(problem, settings) -> bool:
+    """Whether XLA would add floating-point numbers in no fixed order, where a fixed one is asked for."""
+    adds = problem.operation == "scatter_add" and problem.dtype in gate.FLOATS
+    return settings.deterministic and adds and gate.can_scatter(problem)[0]
+
+
+def _may_be_free(problem, settings) -> bool:
+    return gate.free(problem._replace(count=max(problem.count, gate.FREE_COUNT)) if settings.force else problem)[0]
 
 
 def _reads_program(name, module, equation, _) -> bool:

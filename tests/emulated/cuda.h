@@ -199,6 +199,27 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   emulated::Wait();
   return found;
 }
+inline bool __any_sync(unsigned all, bool x) { return __ballot_sync(all, x) != 0; }
+inline unsigned __match_any_sync(unsigned, unsigned x) {
+  const unsigned first = emulated::current / 32 * 32;
+  emulated::exchanged[emulated::current] = x;
+  emulated::Wait();
+  unsigned found = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) found |= unsigned(emulated::exchanged[first + lane] == x) << lane;
+  emulated::Wait();
+  return found;
+}
+// Threads take turns only where they wait.
+template <class T> T atomicAdd(T* at, T x) {
+  const T old = *at;
+  *at = old + x;
+  return old;
+}
+template <class T> T atomicCAS(T* at, T wanted, T x) {
+  const T old = *at;
+  if (old == wanted) *at = x;
+  return old;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
 template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }

@@ -109,13 +109,14 @@ def _edges(edges, rows):
     return EDGES(keys=keys, order=order, other=other, offsets=offsets, edges=edges, rows=rows)
 
 
-def _operands(p: Problem):
+def operand_args(p: Problem, first: int = WIDTH):
+    """The arguments of the operands of a message; first: the number of the first one among the operands of the call."""
     for k, (o, length) in enumerate(zip(p.operands, p.lengths)):
         row, (outer, middle, *_) = length * o.dtype.itemsize, o.strides
-        yield OPERAND(data=launch.operand(WIDTH + k), row=row, last=o.rows - 1, outer=outer, middle=middle)
+        yield OPERAND(data=launch.operand(first + k), row=row, last=o.rows - 1, outer=outer, middle=middle)
 
 
-def _features(p: Problem):
+def feature_args(p: Problem):
     return FEATURES(inner=p.features[2], middle=p.features[1], width=p.width)
 
 
@@ -123,7 +124,7 @@ def _types(dtypes):
     return f"jaxkern::Types<{', '.join(CUDA_TYPES[d.name] for d in dtypes)}>"
 
 
-def _known(p: Problem, function, dtypes, *sizes):
+def known(p: Problem, function, dtypes, *sizes):
     """Whether kernels number these sizes and rows' bytes, and read and write what the function takes and returns."""
     rows = (length * o.dtype.itemsize for o, length in zip(p.operands, p.lengths))
     numbered = all(0 < n <= MAX_COUNT for n in (*sizes, p.width, *p.lengths)) and all(n < 1 << 32 for n in rows)
@@ -175,7 +176,7 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
     arrays = operands[WIDTH:]
     edges, nodes = operands[0].shape[0], operands[3].shape[0] - 1
     p = problem(arrays, ends)
-    if p is None or not _known(p, function, dtypes, edges, nodes):
+    if p is None or not known(p, function, dtypes, edges, nodes):
         return None
     outs = function.out_dtypes
     if any(d.name not in _REDUCED for d in dtypes) or any(_computed(a) != _computed(b) for a, b in zip(outs, dtypes)):
@@ -205,9 +206,9 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
         )
         args = REDUCE_ARGS(
             edges=_edges(edges, nodes),
-            operand=_operands(p),
+            operand=operand_args(p),
             result=reduced,
-            features=_features(p),
+            features=feature_args(p),
             lanes=r.lanes,
             items=items,
             chunk=chunk,
@@ -248,7 +249,7 @@ def map_plan(device, operands, results, *, function, ends, summed, dtypes) -> Pl
     arrays = operands[WIDTH:]
     edges, nodes = operands[0].shape[0], operands[3].shape[0] - 1
     p = problem(arrays, ends)
-    if p is None or not _known(p, function, dtypes, edges, nodes):
+    if p is None or not known(p, function, dtypes, edges, nodes):
         return None
     outs = function.out_dtypes
     if any(_computed(a) != _computed(b) for a, b in zip(outs, dtypes)) or (
@@ -275,9 +276,9 @@ def map_plan(device, operands, results, *, function, ends, summed, dtypes) -> Pl
         template = f"{name}, {in_flight}, {_types(dtypes)}, {', '.join(o.name() for o in p.operands)}>"
         args = MAP_ARGS(
             edges=_edges(edges, nodes),
-            operand=_operands(p),
+            operand=operand_args(p),
             out=map(launch.result, range(len(dtypes))),
-            features=_features(p),
+            features=feature_args(p),
             kept=kept,
             summed=length if summed else vector,
             by_kept=kept,

@@ -74,7 +74,7 @@ def features_of(arrays):
     return tuple(sizes)
 
 
-def _check(prim, arrays, function, ends):
+def checked(prim, arrays, function, ends):
     types = ", ".join(a.str_short() for a in arrays)
     if not arrays or len(ends) != len(arrays) or len({a.ndim for a in arrays}) > 1 or arrays[0].ndim < 1:
         raise ValueError(f"{prim}: ends {ends} do not fit operands {types}")
@@ -83,7 +83,7 @@ def _check(prim, arrays, function, ends):
     return features_of(arrays)
 
 
-def _type(arrays, shape, dtype, features):
+def type_of(arrays, shape, dtype, features):
     """The type of a result: its `features` are split like the features of the arrays."""
     more = {}
     mesh = next((a.sharding.mesh for a in arrays if not a.sharding.mesh.empty), None)
@@ -97,18 +97,18 @@ def _type(arrays, shape, dtype, features):
 def _reduced(keys, order, other, offsets, *arrays, function, ends, reduction, dtypes):
     if reduction not in REDUCTIONS or len(dtypes) != len(function.out_dtypes):
         raise ValueError(f"jaxkern_edge_reduce: {reduction} of {len(function.out_dtypes)} results to {dtypes}")
-    features = _check("jaxkern_edge_reduce", arrays, function, ends)
+    features = checked("jaxkern_edge_reduce", arrays, function, ends)
     if reduction in LOCATED:
         dtypes = (*dtypes, *[jnp.dtype(jnp.uint32)] * len(dtypes))
-    return [_type(arrays, (offsets.shape[0] - 1, *features), d, len(features)) for d in dtypes]
+    return [type_of(arrays, (offsets.shape[0] - 1, *features), d, len(features)) for d in dtypes]
 
 
 def _mapped(keys, order, other, offsets, *arrays, function, ends, summed, dtypes):
-    features = _check("jaxkern_edge_map", arrays, function, ends)
+    features = checked("jaxkern_edge_map", arrays, function, ends)
     if not 0 <= summed <= len(features) or len(dtypes) != len(function.out_dtypes):
         raise ValueError(f"jaxkern_edge_map: cannot sum {summed} of the features {features}")
     kept = features[: len(features) - summed]
-    return [_type(arrays, (keys.shape[0], *kept), d, len(kept)) for d in dtypes]
+    return [type_of(arrays, (keys.shape[0], *kept), d, len(kept)) for d in dtypes]
 
 
 # ---- batching

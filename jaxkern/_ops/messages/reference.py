@@ -14,7 +14,7 @@ _REDUCTIONS = {
 }
 
 
-def _messages(places, arrays, function, ends):
+def messages(places, arrays, function, ends):
     """The results of `function` for each of the edges whose operands lie at `places`, by end."""
 
     def rows(x, end):
@@ -34,7 +34,7 @@ def reduce_messages(keys, order, other, offsets, *arrays, function, ends, reduct
     places = {"row": keys, "other": other, "edge": order}
     located, reduction = reduction in LOCATED, reduction.removesuffix("_at")
     out, edges = [], []
-    for y, dtype in zip(_messages(places, arrays, function, ends), dtypes):
+    for y, dtype in zip(messages(places, arrays, function, ends), dtypes):
         if located:
             y = _stored(y)
         total = _REDUCTIONS[reduction](y, keys, rows, indices_are_sorted=True)
@@ -71,7 +71,7 @@ def map_messages(keys, order, other, offsets, *arrays, function, ends, summed, d
     places = {"row": keys, "other": other, "edge": order}
     valid = keys < jnp.asarray(offsets.shape[0] - 1, keys.dtype)
     out = []
-    for y, dtype in zip(_messages(places, arrays, function, ends), dtypes):
+    for y, dtype in zip(messages(places, arrays, function, ends), dtypes):
         y = jnp.sum(y, tuple(range(y.ndim - summed, y.ndim))) if summed else y
         y = jnp.where(valid.reshape(-1, *[1] * (y.ndim - 1)), y, 0).astype(dtype)
         out.append(jnp.zeros_like(y).at[order].set(y, unique_indices=True))

@@ -1,0 +1,159 @@
+"""Messages summed in no fixed order (jaxkern/_ops/messages/scatter.py): what the kernels do, on the CPU and on a GPU.
+
+The sums are of small integers, which are exact in any order.
+"""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plans import check_limits
+
+from jaxkern._core import device, functor
+from jaxkern._ops.messages import scatter, scatter_plan
+from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED
+from jaxkern._ops.messages.scatter_plan import Other
+
+ENDS = (ROW, OTHER, EDGE, SHARED)
+KINDS = ("uniform", "zipf", "runs", "same", "outside")
+
+
+def index_of(kind, edges, rows, dtype="int32", seed=0):
+    """Rows of edges, some of them negative and out of range."""
+    rng = np.random.default_rng(seed)
+    info = np.iinfo(dtype)
+    found = rng.integers(max(-3, info.min), min(rows + 3, info.max), edges)
+    if kind == "zipf":
+        weights = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -1.3)
+        found = rng.permutation(rows)[np.searchsorted(weights, rng.random(edges) * weights[-1]).clip(0, rows - 1)]
+    elif kind == "runs":
+        found = np.repeat(found, 12)[:edges]
+    elif kind == "same":
+        found[rng.random(edges) < 0.9] = rows - 1
+    elif kind == "outside":
+        found[:] = info.max
+    return found.astype(dtype)
+
+
+class Problem:
+    """w + (x[row] - y[other]) * z, of features that broadcast."""
+
+    def __init__(
+        self,
+        kind="uniform",
+        edges=1500,
+        rows=300,
+        shape=(3,),
+        dtype="float32",
+        index="int32",
+        other=None,
+        onto=False,
+        **params,
+    ):
+        rng = np.random.default_rng(1)
+        nodes = 70 if other is None else other.nodes
+        self.other = other or Other(nodes, wrap=True)
+        ones = (1,) * len(shape)
+        arrays = [((rows, *shape)), ((nodes, *shape)), ((edges, *shape)), ((1, *ones))]
+        self.arrays = [rng.integers(-4, 5, s).astype(dtype) for s in arrays]
+        f = lambda x, y, z, w: w + (x - y) * z
+        function = functor.trace(f, (np.dtype(dtype),) * 4, name="edge_sum")[0]
+        self.operands = [index_of(kind, edges, rows, index)]
+        if self.other.stride == 0:
+            self.operands.append(index_of("uniform", edges, nodes, index, seed=2))
+        self.operands += self.arrays
+        self.x = rng.integers(-9, 10, arrays[0]).astype(dtype) if onto else None
+        if onto:
+            self.operands = [self.x, *self.operands]
+        self.params = dict(wrap=False, clip=False, onto=onto) | params
+        self.params |= dict(function=function, ends=ENDS, rows=rows, other=self.other, dtype=np.dtype(dtype))
+
+    def exact(self):
+        """By NumPy."""
+        x, y, z, w = (a.astype(np.float64) for a in self.arrays)
+        at = lambda index, n: np.where((index < 0) & np.array(n[1]), index + n[0], index).astype(np.int64)
+        _, index, other_index, _ = scatter_plan.parted(self.operands, self.other, self.params["onto"])
+        row = at(index.astype(np.int64), (len(x), self.params["wrap"]))
+        row = row.clip(0, len(x) - 1) if self.params["clip"] else row
+        if self.other.stride:
+            other = np.arange(len(index)) // self.other.stride % self.other.nodes
+        else:
+            other = at(other_index.astype(np.int64), (len(y), self.other.wrap)).clip(0, len(y) - 1)
+        kept = (row >= 0) & (row < len(x))
+        out = np.zeros(x.shape) if self.x is None else self.x.astype(np.float64)
+        np.add.at(out, row[kept], (w + (x[row[kept]] - y[other[kept]]) * z[kept]))
+        return out
+
+    def plan(self, layout=None):
+        avals = [jax.typeof(jnp.asarray(x)) for x in self.operands]
+        x = self.arrays[0]
+        found = scatter_plan.scatter_plan(
+            device.H200, avals, [jax.core.ShapedArray(x.shape, x.dtype)], layout=layout, **self.params
+        )
+        check_limits(found, device.H200)
+        return found
+
+    def check(self, y):
+        np.testing.assert_array_equal(np.asarray(y).astype(np.float64), self.exact())
+
+
+CASES = {
+    "uniform": dict(),
+    "few rows, which every block sums": dict(rows=9, edges=1500),
+    "hot rows": dict(kind="zipf", edges=4000),
+    "runs of equal rows": dict(kind="runs"),
+    "one row for most": dict(kind="same"),
+    "no row": dict(kind="outside"),
+    "one number": dict(shape=(), kind="zipf"),
+    "two": dict(shape=(2,), kind="runs"),
+    "four": dict(shape=(4,)),
+    "five": dict(shape=(5,), kind="same"),
+    "eight": dict(shape=(2, 4), kind="zipf"),
+    "fifteen": dict(shape=(15,)),
+    "few edges": dict(edges=5),
+    "edges of one block, and one more": dict(edges=1025),
+    "negative rows count from the end": dict(wrap=True, kind="zipf"),
+    "rows are clipped": dict(clip=True),
+    "bytes": dict(index="int8", rows=100, wrap=True),
+    "unsigned": dict(index="uint16"),
+    "long": dict(index="int64", wrap=True),
+    "repeated nodes": dict(other=Other(20, 15)),
+    "onto an array": dict(onto=True, kind="zipf"),
+    "float64": dict(dtype="float64", shape=(3,), kind="zipf"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sums(case):
+    """By the primitive: the kernels on a GPU, the reference elsewhere."""
+    with jax.enable_x64("64" in str(CASES[case].values()) or "long" in case):
+        p = Problem(**CASES[case])
+        run = jax.jit(lambda *operands: scatter.edge_scatter_p.bind(*operands, **p.params))
+        p.check(run(*map(jnp.asarray, p.operands)))
+
+
+# Each takes a second of a C++ compiler.
+EMULATED = (
+    "few rows, which every block sums",
+    "hot rows",
+    "runs of equal rows",
+    "one row for most",
+    "four",
+    "eight",
+    "edges of one block, and one more",
+    "negative rows count from the end",
+    "repeated nodes",
+)
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("case", EMULATED)
+def test_kernels(case):
+    """The kernels on the CPU. Where rows are vectors, also for addresses that are not aligned."""
+    p = Problem(**CASES[case])
+    found = p.plan()
+    results = [(p.arrays[0].shape, p.params["dtype"])]
+    p.check(emulated.run(found, p.operands, results)[0])
+    if found.unaligned is not None:
+        p.check(emulated.run(found, p.operands, results, unaligned=True)[0])
