@@ -177,19 +177,19 @@ def _decays(rng, dtype, *shape):
 
 
 def oscillators(shape, length, dtype, seed=0):
-    """A diagonal state space layer: complex carries, a decay and a weight for each feature, a real input."""
+    """A diagonal state space layer: complex carries, a decay and weights for each feature, a real input."""
     rng = np.random.default_rng(seed)
 
-    def run(scan, h, a, b, x):
+    def run(scan, h, a, b, w, x):
         def body(h, x):
-            h = a * h + b * x
+            h = a * h + b * (w * x)  # the gradient of w takes real parts of a carry
             return h, jnp.real(jnp.conj(b) * h).astype(x.dtype)
 
         return scan(body, h, x)[1]
 
     features = shape[-1:]
     operands = [_complex(rng, dtype, *shape), _decays(rng, dtype, *features), _complex(rng, dtype, *features)]
-    return run, [*operands, _real(rng, dtype, length, *shape)]
+    return run, [*operands, _real(rng, dtype, *features), _real(rng, dtype, length, *shape)]
 
 
 def modes(shape, length, dtype, seed=0):

@@ -39,6 +39,10 @@
 
 #include "loops.cuh"
 
+#ifndef JAXKERN_EMULATED
+#define JAXKERN_DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
+#endif
+
 namespace jaxkern {
 
 enum Start { kGiven, kNumbers, kOpen };

@@ -2,7 +2,7 @@
 //
 // A block takes kLanes * N adjacent lanes. Its threads are kParts parts of kLanes threads, and each part takes kItems steps of
 // a tile. A thread loads and stores N lanes of a step as a vector. It keeps what it loads in registers, or, with kOverTiles and
-// kAhead, in places of shared memory that no other thread reads.
+// kAhead, in places of dynamic shared memory that no other thread reads; a tile can then have more steps than a loop should repeat.
 //
 // The last block of a supergroup publishes the state of all steps up to its end.
 #pragma once
@@ -30,6 +30,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
       -> Slots<XIndex, typename Loop::template Loaded<X, F::XsKind(L)>...>;
   using Loaded = decltype(LoadedType(XIndex()));
   static constexpr bool kStaged = kOver == kOverTiles && kAhead;
+  static constexpr int kUnroll = !kStaged ? kItems : kItems % 8 == 0 ? 8 : 4;
 
   // The elements of a thread's steps of a tile, in registers.
   struct Registers {
@@ -49,10 +50,9 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     State of[kCount][kLanes][N];
   };
   struct Shared {
-    Room<kParts> part[2];
+    Room<kParts> part[kOver == kOverTiles ? 1 : 2];
     Room<kOver == kOverTiles ? kRadix : 1> tile, group;
-    Room<1> before;
-    Loaded staged[kStaged ? kItems : 1][kStaged ? kLanes * kParts : 1];
+    Room<2> before;  // the states before the group of this tile, and of the tiles before it in the group
   };
 
   template <size_t... L> static __device__ __forceinline__ void Load(const typename Engine::Args& a, int64_t lane,
@@ -63,11 +63,11 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     // Steps behind the last are 0. Loads without conditions are all in flight at once.
     const int left = Left(a, rank);
     if (left == kItems) {
-#pragma unroll
+#pragma unroll kUnroll
       for (int u = 0; u < kItems; ++u) (LoadStep<L, X>(At<L>(from), kSign * u * F::XsStep(L), At<L>(x.Get(u))), ...);
       return;
     }
-#pragma unroll
+#pragma unroll kUnroll
     for (int u = 0; u < kItems; ++u) {
       if (u < left) (LoadStep<L, X>(At<L>(from), kSign * u * F::XsStep(L), At<L>(x.Get(u))), ...);
       else ((At<L>(x.Get(u)) = ZeroPack<X, F::XsKind(L) == kSame ? 1 : N>()), ...);
@@ -102,7 +102,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     (At<M>(to).Set(a.loop, static_cast<Y*>(a.loop.y[M]) + begin * F::YsStep(M), lane), ...);
     const uint32_t owners[sizeof...(M) + 1] = {Loop::template Owners<F::YsOwner(M)>(a.loop, lane)..., 0};
     const int left = valid ? Left(a, rank) : 0;
-#pragma unroll
+#pragma unroll kUnroll
     for (int u = 0; u < kItems; ++u) {
       Slots<YIndex, PerLane<Own<Y>, N>...> y;
       const Loaded step = x.Get(u);
@@ -121,7 +121,8 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     }
   }
 
-  static __device__ __forceinline__ void Run(const typename Engine::Args& a, Shared& shared) {
+  // staged: the places of elements in shared memory.
+  static __device__ __forceinline__ void Run(const typename Engine::Args& a, Shared& shared, char* staged) {
     const int side = threadIdx.x % kLanes, part = threadIdx.x / kLanes;
     const uint32_t blocks = static_cast<uint32_t>((a.loop.lanes + kLanes * N - 1) / (kLanes * N));
     int64_t tile = kOver == kOverTiles ? blockIdx.x / blocks : 0;
@@ -132,7 +133,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     const int64_t lane = valid ? place : 0;
 
     Held x;
-    if constexpr (kStaged) x.x = shared.staged;
+    if constexpr (kStaged) x.x = reinterpret_cast<Loaded(*)[kLanes * kParts]>(staged);
     Load(a, lane, tile * kTile + part * kItems, x, XIndex());
     typename Engine::Lane numbers[N];
     typename Engine::Carry init[N];
@@ -141,7 +142,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     if constexpr (kStaged) WaitForCopies();
     for (int phase = 0;; phase ^= 1) {
       State own[N];
-#pragma unroll
+#pragma unroll kUnroll
       for (int u = 0; u < kItems; ++u) {
         const Loaded step = x.Get(u);
 #pragma unroll
@@ -153,10 +154,10 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
       const int64_t rank = tile * kTile + part * kItems;
       const bool goes_on = ++tile < end;
       // The other half of shared.part is read until all threads have come here again.
-      const Room<kParts>& parts = shared.part[phase];
+      const Room<kParts>& parts = shared.part[kOver == kOverTiles ? 0 : phase];
       if constexpr (kParts > 1 || kOver == kOverTiles) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) shared.part[phase].of[part][side][i] = own[i];
+        for (int i = 0; i < N; ++i) shared.part[kOver == kOverTiles ? 0 : phase].of[part][side][i] = own[i];
         __syncthreads();
       }
       Held ahead;
@@ -258,7 +259,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
         }
       }
     }
-    if (group > 0) {
+    if (groups > 0) {
 #pragma unroll
       for (int k = 0; k < kWaits; ++k) {
         const int at = part + k * kParts;
@@ -267,21 +268,33 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
           if (at < groups) shared.group.of[at][side][i] = of_group[k][i].Finish(group_slot(at, i), stride);
         }
       }
-      if (super > 0 && part == 0) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) shared.before.of[0][side][i] = of_super[i].Finish(super_slot(i), stride);
-      }
       __syncthreads();
     }
-    // Each part joins the same states in the same order.
+    // For all parts, the first one joins the states before this group, and another one those of the tiles before this tile.
+    if (part == 0 && group > 0) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        Prefix all;
+        if (super > 0) all.Append(of_super[i].Finish(super_slot(i), stride));
+        Prefix of_groups;
+        for (int k = 0; k < groups; ++k) of_groups.Append(shared.group.of[k][side][i]);
+        all.Append(groups > 0, of_groups.state);
+        shared.before.of[0][side][i] = all.state;
+      }
+    }
+    if (part == (kParts > 1) && tiles > 0) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        Prefix all;
+        for (int k = 0; k < tiles; ++k) all.Append(shared.tile.of[k][side][i]);
+        shared.before.of[1][side][i] = all.state;
+      }
+    }
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (super > 0) before[i].Append(shared.before.of[0][side][i]);
-      Prefix of_groups, of_tiles;
-      for (int k = 0; k < groups; ++k) of_groups.Append(shared.group.of[k][side][i]);
-      for (int k = 0; k < tiles; ++k) of_tiles.Append(shared.tile.of[k][side][i]);
-      before[i].Append(of_groups.any, of_groups.state);
-      before[i].Append(of_tiles.any, of_tiles.state);
+      before[i].Append(group > 0, shared.before.of[0][side][i]);
+      before[i].Append(tiles > 0, shared.before.of[1][side][i]);
       if (closes_super && publishes) {
         Engine::Publish(published.before + super * each + i, stride, Engine::Join(before[i].state, total[i]));
       }
@@ -295,7 +308,8 @@ __global__ void __launch_bounds__(kLanes* kParts, kMinBlocks)
     ColumnScanKernel(const __grid_constant__ typename AssociativeEngine<F, N>::Args a) {
   using Scan = ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse>;
   __shared__ typename Scan::Shared shared;
-  Scan::Run(a, shared);
+  JAXKERN_DYNAMIC_SHARED(staged);
+  Scan::Run(a, shared, staged);
 }
 
 }  // namespace jaxkern

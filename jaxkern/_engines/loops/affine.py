@@ -264,8 +264,8 @@ def _counts(form, k) -> bool:
     return form.offset is None or jnp.issubdtype(form.dtype, jnp.integer)
 
 
-def affine(body, num_consts, stored, num_xs):
-    """The Affine of a body; None if it is not affine in its carries, couples many, or has maps of many numbers.
+def affine(body, num_consts, stored, num_xs, most=MOST_COUPLED):
+    """The Affine of a body; None if it is not affine in its carries, couples more than `most`, or has maps of many numbers.
 
     body: a closed jaxpr of scalars in computing types: (consts, carries, xs, places of the lane) -> (carries, ys).
     stored: the dtypes of the carries in memory. num_xs: how many elements of xs it takes.
@@ -296,7 +296,7 @@ def affine(body, num_consts, stored, num_xs):
     while more := {i for i, k in loop.entries if k in offsets} - offsets:
         offsets |= more
     loop.offsets = sorted(offsets)
-    if max(_coupled(loop.entries, n)) > MOST_COUPLED or sum(d.itemsize for d in loop.dtypes) > MOST_BYTES:
+    if max(_coupled(loop.entries, n)) > most or sum(d.itemsize for d in loop.dtypes) > MOST_BYTES:
         return None
     return loop
 

@@ -18,30 +18,56 @@ from jaxkern._core.define import ceil_div
 from jaxkern._core.jaxprs import computing
 from jaxkern._core.launch import Launch, Memset, Plan, i64, struct
 from jaxkern._engines.loops import pairs, tuning
-from jaxkern._engines.loops.affine import affine
-from jaxkern._engines.loops.generate import INDEX
-from jaxkern._engines.loops.plan_associative import slots
+from jaxkern._engines.loops.affine import MOST_COUPLED, affine
+from jaxkern._engines.loops.generate import INDEX, SAME
+from jaxkern._engines.loops.plan_associative import slots, staged_steps
 
 _SHARED = 48 * 1024  # bytes of static shared memory
+
+
+def _affine(body, num_consts, stored, num_xs, most=MOST_COUPLED):
+    """The Affine of a body whose maps have numbers, and no counters; or None."""
+    found = affine(body, num_consts, stored, num_xs, most) if stored else None
+    return found if found is not None and found.dtypes and not found.counters else None
+
+
+class _OfParts:
+    """The Affine of a body whose complex numbers are apart, with the functions of one whose numbers are not."""
+
+    def __init__(self, loop, stored):
+        self._loop, self.dtypes, self.combine = loop, loop.dtypes, loop.combine
+        self._carries = [computing(d) for d in stored]
+
+    def element(self, consts, xs, places) -> list:
+        return self._loop.element(pairs.split(consts), pairs.split(xs), places)
+
+    def apply(self, state, carries) -> list:
+        return pairs.joined(self._loop.apply(state, pairs.split(carries)), self._carries)
 
 
 class Maps:
     """The maps of a Core's body as functors.
 
-    loop: the Affine of the body; None if it is not affine. numbers: the dtypes of a map, with complex numbers as pairs; ()
-    if the body is not affine.
+    loop: the Affine of the body, or what has its functions; None if it is not affine.
+    numbers: the dtypes of a map, with complex numbers as pairs; () if the body is not affine.
+
+    A body may be affine in the parts of complex carries only: gradients take real parts.
     """
 
     def __init__(self, core):
         self.core = core
         stored = [a.dtype for a in core.carries]
         body = core.body or core.function.closed
-        found = affine(body, len(core.consts), stored, len(core.xs)) if stored else None
-        self.loop = found if found is not None and found.dtypes and not found.counters else None
+        self.loop = _affine(body, len(core.consts), stored, len(core.xs))
+        if self.loop is None and any(map(pairs.is_complex, stored)):
+            given = [v.aval.dtype for v in body.jaxpr.invars]
+            first = len(core.consts) + len(stored)
+            consts, xs = (len(pairs.real_types(d)) for d in (given[: len(core.consts)], given[first:][: len(core.xs)]))
+            real = _affine(pairs.apart(body), consts, pairs.real_types(stored), xs, 2 * MOST_COUPLED)
+            self.loop = real and _OfParts(real, stored)
         self.numbers = ()
         if self.loop is not None:
-            parts = lambda d: (pairs.real_of(d),) * 2 if pairs.is_complex(d) else (d,)
-            self.numbers = tuple(p for d in self.loop.dtypes for p in parts(d))
+            self.numbers = tuple(pairs.real_types(self.loop.dtypes))
 
     @property
     def words(self) -> int:
@@ -96,7 +122,7 @@ class Layout(typing.NamedTuple):
     items: int
     resident: int
     over: str
-    staged: bool = False  # whether elements of a tile are kept in shared memory
+    staged: int = 0  # bytes of dynamic shared memory, if elements of a tile are kept there
 
     @property
     def tile(self) -> int:
@@ -135,6 +161,16 @@ def _sizes(maps):
     return max([1, *xs, *(a.dtype.itemsize for a in core.ys)]), words, items, resident
 
 
+def _loaded(core, pack) -> int:
+    """Bytes of what a thread loads in a step: `Loaded` of column_scan.cuh."""
+    xs = map(core.operand, core.xs)
+    sizes = [max(4, a.dtype.itemsize * (1 if core.kind(a, pack) == SAME else pack)) for a in xs]
+    end = 0
+    for size in (*sizes, max(sizes)):
+        end = ceil_div(end, size) * size + size
+    return end - max(sizes)
+
+
 def row_layout(device, maps, lanes, length, vectors) -> RowLayout:
     """vectors: the arrays are aligned to 16 bytes."""
     itemsize, _, items, resident = _sizes(maps)
@@ -165,10 +201,11 @@ def column_layout(device, maps, lanes, length, vectors) -> Layout:
     held = lambda pack: items * words(pack) > tuning.CUT_WORDS or pack * maps.words > tuning.CUT_NUMBERS
     while pack > 1 and (lanes % pack or few(pack) or held(pack) or pack * items * maps.size > tuning.BODY):
         pack //= 2
-    free = _SHARED - pack * shared(across) - 1024
-    staged = free // (across * parts * words(pack) * 4) // 4 * 4 if pack > 1 and words(1) else 0
-    if length > parts * staged >= parts * items and pack * staged * maps.size <= tuning.BODY:
-        return Layout(pack, across, parts, staged, tuning.STAGED_COLUMNS, "kOverTiles", True)
+    if words(1):
+        each = across * parts * _loaded(maps.core, pack)
+        steps = staged_steps(pack * shared(across), each, parts, ceil_div(lanes, across * pack), length, device)
+        if length > parts * steps and steps >= items:
+            return Layout(pack, across, parts, steps, tuning.STAGED_COLUMNS, "kOverTiles", steps * each)
     return Layout(pack, across, parts, items, resident, "kOverTiles" if length > parts * items else "kOverBlock")
 
 
@@ -195,10 +232,10 @@ def plan(device, maps, algorithm, lanes, length, reverse, name, arguments):
             blocks = ceil_div(lanes, cut.lanes * cut.pack)
             states = blocks * cut.lanes * cut.pack
         shared = cut.over == "kOverTiles"
-        staged = "true" if not rows and cut.staged else "false"
-        values = ", ".join(map(str, (*sizes, cut.resident, radix, staged, cut.over, str(bool(reverse)).lower())))
-        published = states * slots(tiles, radix, rows)
-        scratch = 8 * maps.words * published if shared else 0
+        room = 0 if rows else cut.staged
+        staged, backwards = str(room > 0).lower(), str(bool(reverse)).lower()
+        values = ", ".join(map(str, (*sizes, cut.resident, radix, staged, cut.over, backwards)))
+        scratch = 8 * maps.words * states * slots(tiles, radix, rows) if shared else 0
         args = struct(arguments(groups), launch.scratch() if scratch else launch.null, i64(tiles))
         step = Launch(
             f"loops/{kernel.lower()}_scan.cuh",
@@ -207,6 +244,7 @@ def plan(device, maps, algorithm, lanes, length, reverse, name, arguments):
             blocks * (tiles if shared else 1),
             threads,
             source=source,
+            shared=room,
         )
         return ((Memset(launch.scratch(), scratch), step) if scratch else (step,)), scratch
 

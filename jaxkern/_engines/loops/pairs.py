@@ -24,6 +24,11 @@ def real_of(dtype) -> np.dtype:
     return np.zeros((), dtype).real.dtype
 
 
+def real_types(dtypes) -> list:
+    """The dtypes of `split` numbers of these dtypes."""
+    return [p for d in dtypes for p in ((real_of(d),) * 2 if is_complex(d) else (np.dtype(d),))]
+
+
 def split(numbers) -> list:
     """Numbers, with the parts of complex ones in their place."""
     return [p for x in numbers for p in ((lax.real(x), lax.imag(x)) if is_complex(x.dtype) else (x,))]
@@ -114,6 +119,20 @@ def expanded(f, dtypes):
         return [lax.complex(*y) if isinstance(y, tuple) else y for y in ys]
 
     return g
+
+
+def apart(closed):
+    """A closed jaxpr of scalars as one of real scalars: the parts of complex numbers in their place."""
+    given = [v.aval.dtype for v in closed.jaxpr.invars]
+
+    def f(*xs):
+        parts = iter(xs)
+        args = [(next(parts), next(parts)) if is_complex(d) else next(parts) for d in given]
+        ys = _evaluate(closed.jaxpr, closed.consts, args)
+        return [p for y in ys for p in (y if isinstance(y, tuple) else (y,))]
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct((), d) for d in real_types(given)))
 
 
 def _evaluate(jaxpr, consts, args) -> list:

@@ -28,7 +28,6 @@ ALGORITHMS = (*ROWS, *COLUMNS)
 DTYPES = tuple(define.CUDA_TYPES)
 MOST_ARRAYS = 20
 MOST_WORDS = 32  # of a state, whose copies for a block fit shared memory
-STATIC = 47 * 1024  # bytes of static shared memory that a kernel uses at most
 SHARED = 36 * 1024  # bytes of them at most, of 48 KiB: members of 8 bytes may need padding
 
 
@@ -62,7 +61,10 @@ class RowLayout(typing.NamedTuple):
 
 
 class ColumnLayout(typing.NamedTuple):
-    """pack: lanes of a thread. lanes: threads side by side. parts: parts of the steps in a block. items: steps of a thread."""
+    """pack: lanes of a thread. lanes: threads side by side. parts: parts of the steps in a block. items: steps of a thread.
+
+    ahead: as in RowLayout; of `column_tiles`, whether a block keeps the elements of its only tile in shared memory.
+    """
 
     pack: int
     lanes: int
@@ -98,7 +100,7 @@ def choose(problem, device=None) -> str:
     return "columns" if problem.length <= cut.tile or blocks >= tuning.COLUMN_BLOCKS * sms else "column_tiles"
 
 
-def layout(algorithm, problem, vectors=True, reverse=True):
+def layout(algorithm, problem, vectors=True, reverse=True, device=None):
     """RowLayout or ColumnLayout. vectors: the arrays are aligned to 16 bytes."""
     length, inner = problem.length, problem.inner
     most = max(1, 16 // problem.itemsize)
@@ -138,20 +140,39 @@ def layout(algorithm, problem, vectors=True, reverse=True):
     lanes = 32
     while lanes > 1 and lanes * pack >= 2 * inner * problem.outer:
         lanes //= 2
-    parts = tuning.SCAN_THREADS // lanes
+    items = max(4, tuning.COLUMN_STEPS // max(1, problem.arrays - 1))
+    parts, smaller = tuning.SCAN_THREADS // lanes, 1
+    while algorithm == "columns" and parts > 1 and parts * items >= 2 * length:  # no more parts than have steps
+        parts, smaller = parts // 2, 2 * smaller
     copies = 2 * parts + 2 * tuning.COLUMN_RADIX + 1  # `Shared` of ColumnScan
     while lanes > 1 and 4 * problem.words * pack * lanes * copies > SHARED:
         lanes //= 2
-    if problem.arrays == 1 and algorithm == "column_tiles" and problem.words > 1 and pack > 1:
-        free = STATIC - 4 * problem.words * pack * lanes * copies
-        items = min(2 * tuning.COLUMN_STEPS, free // (lanes * parts * pack * problem.itemsize) // 4 * 4)
-        return ColumnLayout(pack, lanes, parts, items, tuning.STAGED_COLUMNS, True)
+    if algorithm == "column_tiles" and problem.words > 1 and problem.alike:
+        states = 4 * problem.words * pack * lanes * copies
+        each = lanes * parts * problem.arrays * max(4, pack * problem.itemsize)
+        across = ceil_div(problem.outer * inner, lanes * pack)
+        items = staged_steps(states, each, parts, across, length, device)
+        if items:
+            return ColumnLayout(pack, lanes, parts, items, tuning.STAGED_COLUMNS, True)
     if problem.arrays == 1 and algorithm == "column_tiles":
         steps, resident = (3, 2) if pack > 1 else (2, 3)  # two lanes of a thread need more registers
         return ColumnLayout(pack, lanes, parts, steps * tuning.COLUMN_STEPS, resident, False)
-    items = max(4, tuning.COLUMN_STEPS // max(1, problem.arrays - 1))
     resident = tuning.SCAN_BLOCKS if problem.words == 1 else 3 if pack * problem.words == 2 else 2  # without spills
-    return ColumnLayout(pack, lanes, parts, items, resident, problem.arrays == 1)
+    return ColumnLayout(pack, lanes, parts, items, min(32, smaller * resident), problem.arrays == 1)
+
+
+def staged_steps(states, each, parts, across, length, device) -> int:
+    """Steps of a thread in a tile of columns that a block keeps in shared memory; 0 if there is no room.
+
+    states: bytes that a block has besides. each: bytes of a step of all threads. parts: of a tile. across: blocks side by side.
+    """
+    shared, sms = (tuning.MOST_SHARED, 132) if device is None else (device.shared_memory, device.sm_count)
+    free = (shared + 1024) // tuning.STAGED_COLUMNS - 1024 - states  # the GPU takes 1 KiB for each block
+    tiles = ceil_div(
+        4 * tuning.STAGED_COLUMNS * sms, across
+    )  # the last blocks of each multiprocessor leave it partly idle
+    wanted = max(tuning.COLUMN_STEPS, length // (parts * tiles))
+    return max(0, min(tuning.STAGED_STEPS, wanted, free // each) // 8 * 8)
 
 
 def blocks_of(algorithm, problem, cut) -> int:
@@ -191,20 +212,21 @@ def plan(device, operands, results, *, spec, axis, reverse):
     reads, writes = range(len(operands)), range(len(results))
 
     def launches(vectors):
-        cut = layout(algorithm, problem, vectors, reverse)
+        cut = layout(algorithm, problem, vectors, reverse, device)
+        shared, staged = algorithm in ("tiles", "column_tiles"), 0
+        ahead, backwards = (str(bool(flag)).lower() for flag in (cut.ahead, reverse))
         if inner == 1:
             tiles, over = ceil_div(length, cut.tile(algorithm)), f"kOver{algorithm.capitalize()}"
-            threads, radix, width = cut.threads, tuning.ROW_RADIX, outer
-            kernel, sizes = "RowScan", (cut.pack, cut.items, cut.lanes, threads, cut.blocks)
+            kernel, threads, radix, width = "Row", cut.threads, tuning.ROW_RADIX, outer
+            values = (cut.pack, cut.items, cut.lanes, threads, cut.blocks, radix, ahead, over, backwards)
         else:
-            tiles, over = ceil_div(length, cut.tile), "kOverTiles" if algorithm == "column_tiles" else "kOverBlock"
-            threads, radix = cut.lanes * cut.parts, tuning.COLUMN_RADIX
-            kernel, sizes = "ColumnScan", (cut.pack, cut.lanes, cut.parts, cut.items, cut.blocks)
+            tiles, over = ceil_div(length, cut.tile), "kOverTiles" if shared else "kOverBlock"
+            kernel, threads, radix = "Column", cut.lanes * cut.parts, tuning.COLUMN_RADIX
             width = ceil_div(outer * inner, cut.lanes * cut.pack) * cut.lanes * cut.pack
-        ahead, backwards = (str(bool(flag)).lower() for flag in (cut.ahead, reverse))
-        name = f"{kernel}Kernel<{NAME}, {', '.join(map(str, sizes))}, {radix}, {ahead}, {over}, {backwards}>"
+            if shared and cut.ahead:
+                staged = threads * cut.items * len(operands) * max(4, cut.pack * itemsize)
+            values = (cut.pack, cut.lanes, cut.parts, cut.items, cut.blocks, radix, ahead, over, backwards)
         published = slots(tiles, radix, inner == 1)
-        shared = over == "kOverTiles"
         scratch = 8 * words * width * published if shared else 0
         args = struct(
             struct(
@@ -221,12 +243,19 @@ def plan(device, operands, results, *, spec, axis, reverse):
             launch.scratch() if scratch else launch.null,
             i64(tiles),
         )
-        header, blocks = f"loops/{'row' if inner == 1 else 'column'}_scan.cuh", blocks_of(algorithm, problem, cut)
-        step = Launch(header, name, [args], blocks, threads, source=source)
+        step = Launch(
+            f"loops/{kernel.lower()}_scan.cuh",
+            f"{kernel}ScanKernel<{NAME}, {', '.join(map(str, values))}>",
+            [args],
+            blocks_of(algorithm, problem, cut),
+            threads,
+            shared=staged,
+            source=source,
+        )
         return ((Memset(launch.scratch(), scratch), step) if shared else (step,)), scratch
 
     aligned, scratch = launches(True)
-    if layout(algorithm, problem, False, reverse) == layout(algorithm, problem, True, reverse):
+    if layout(algorithm, problem, False, reverse, device) == layout(algorithm, problem, True, reverse, device):
         return Plan(algorithm, aligned, scratch)
     unaligned, more = launches(False)
     return Plan(algorithm, aligned, max(scratch, more), unaligned)
