@@ -264,9 +264,12 @@ def test_steps_along_any_axis(order):
 
 
 @plans.needs_nvrtc
-@pytest.mark.parametrize("make, n, on", [(backward, 32, device.A100), (filtered, 100, device.H200)])
-def test_kernels_compile(make, n, on):
-    made, _ = planned(traced(make, n, "float32", True)[-1], on)
+@pytest.mark.parametrize(
+    "make, n, dtype, on", [(backward, 32, "float32", device.A100), (filtered, 100, "float64", device.H200)]
+)
+def test_kernels_compile(make, n, dtype, on):
+    with compat.enable_x64(dtype == "float64"):
+        made, _ = planned(traced(make, n, dtype, True)[-1], on)
     (step,) = made.launches
     assert registry.kernels.module.compile(step.header, step.name, on.compute_capability, step.source)
 

@@ -292,8 +292,10 @@ class Writer(Pieces):
     def _result_type(self, nest) -> str:
         """The struct of what a nest reduces."""
         name, members, joins = f"R{len(self._types)}", [], []
+        align = 4  # lanes exchange words
         for j, kind in enumerate(nest.kinds):
-            type_ = cpp_type(computing(nest.terms[j][0].dtype))
+            dtype = computing(nest.terms[j][0].dtype)
+            type_, align = cpp_type(dtype), max(align, np.dtype(dtype).itemsize)
             if kind.startswith("arg"):
                 members += [f"{type_} v{j} = 0;", f"int i{j} = -1;"]
                 is_max = "true" if kind == "argmax" else "false"
@@ -304,7 +306,7 @@ class Writer(Pieces):
                 members.append(f"{type_} v{j} = {neutral(kind, type_, nest.terms[j][0].dtype)};")
                 joins.append(f"a.v{j} = lax::{_FUNCTIONS[kind]}(a.v{j}, b.v{j});")
         join = f"static __device__ __forceinline__ void Join({name}& a, const {name}& b) {{ {' '.join(joins)} }}"
-        self._types.append(f"struct alignas(4) {name} {{ {' '.join(members)} {join} }};")
+        self._types.append(f"struct alignas({align}) {name} {{ {' '.join(members)} {join} }};")
         return name
 
     def _join_team(self, nest, name, s, alike):
