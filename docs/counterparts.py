@@ -471,13 +471,14 @@ DIFFERENCES = (
     ),
     Difference(
         "`scan`, `associative_scan`",
-        "the function must be elementwise over lanes; any other raises an error",
+        "the function must be elementwise over lanes, or, for `scan`, reduce along rows; any other raises an error",
         "any function is allowed",
-        "a kernel runs all steps of a lane in one thread",
+        "a kernel runs all steps of a lane in one thread, or in the threads of one block",
         lambda: (
             _raises(lambda: jaxkern.associative_scan(jnp.matmul, jnp.ones((4, 2, 2))), TypeError)
             and _raises(
-                lambda: jaxkern.scan(lambda c, x: (c @ x, None), jnp.ones((2, 2)), jnp.ones((4, 2, 2))), TypeError
+                lambda: jaxkern.scan(lambda c, x: (jnp.sort(c + x), None), jnp.ones((2, 2)), jnp.ones((4, 2, 2))),
+                TypeError,
             )
             and jax.lax.associative_scan(jnp.matmul, jnp.ones((4, 2, 2))).shape == (4, 2, 2)
         ),
