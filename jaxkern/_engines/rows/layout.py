@@ -135,7 +135,7 @@ def _lanes(algorithm, problem, most_kept, device) -> Layout | None:
     if problem.sums and problem.width % pack:  # rows of a block begin at different places of a pack
         return None
     bytes_of = 4 if problem.narrow else problem.bytes
-    each = max(1, tuning.LANE_BYTES // max(1, pack * bytes_of))
+    each = min(tuning.LANE_PACKS, max(1, tuning.LANE_BYTES // max(1, pack * bytes_of)))
     few = most_kept is not None and problem.width % pack == 0
     for lanes in (32,) if algorithm == "warp" else (1, 2, 4, 8, 16):
         how = Layout(lanes, _packs(problem, lanes), tuning.GROUP_THREADS)

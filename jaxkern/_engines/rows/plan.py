@@ -88,7 +88,8 @@ def plan(device, operands, results, *, function):
     pack = tuning.PACK_BYTES // max(2, min(row_bytes))
     same = all([d for d in v.dims if d is not None] == [*program.others, program.row] for v in views)
     summed = sum(computing(o.value.aval.dtype).itemsize for o in columns)
-    if not same or (summed and width < tuning.RAGGED_PACKS[pack] * pack):
+    half = 2 * math.gcd(width, pack) == pack and width * min(row_bytes) <= tuning.HALF_PACK_BYTES
+    if half or not same or (summed and width < tuning.RAGGED_PACKS[pack] * pack):
         pack = math.gcd(width, pack)  # packs start where rows do
     held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]
     narrow = any(o.dtype.itemsize == 1 for o in core.of_kind("row"))

@@ -4,7 +4,13 @@ Those with a case in brackets were measured, others are starting points. H200, d
 """
 
 PACK_BYTES = 16  # of a thread's load
-LANE_BYTES = 64  # of a row in a lane, before more lanes share it
+LANE_BYTES = 64  # of rows in a lane, before more lanes share them
+# Packs of a row in a lane, before more lanes share it: lanes that read side by side [softmax, float32 2097152 x 32: 178 us with 2 in 4
+# lanes, 202 with 4 in 2; log softmax, bfloat16 1048576 x 64: 90 and 101].
+LANE_PACKS = 2
+# Bytes of rows that are not whole packs and are read in half packs, if these divide them [H100; softmax, gradient, bfloat16
+# 671088 x 100: 131 us, 147 in ragged packs; forward 104 and 110].
+HALF_PACK_BYTES = 512
 WARP_WORDS = 32  # of rows in a lane of a warp; beyond, a block holds the row
 BLOCK_WORDS = 64  # of rows in a thread of a block; beyond, a cluster holds the row
 # The same where results have 8 bits and a cluster can hold the row [quantize_rows to int8, 8192 x 32768: bfloat16 193 us in 2 blocks of
@@ -15,14 +21,9 @@ NARROW_WORDS = 16
 CLUSTERS = (*((32, blocks, 256) for blocks in (2, 4, 8, 16)), (64, 16, 256), (64, 16, 512))
 # (most words of rows, most words of kept values, blocks, threads) for functions that keep dear values; smaller blocks wait for each other
 # less [soft cap, bfloat16 8192 x 16384: 154 us with 4 blocks of 128 threads, 166 with 2 of 256, 236 with one of 1024; softmax, bfloat16
-# 2048 x 65536: 134 us with 64 words in 8 blocks, 153 with 32 in 16].
-KEPT_CLUSTERS = (
-    *((32, 32, blocks, 128) for blocks in (2, 4, 8)),
-    (32, 64, 8, 128),
-    (32, 32, 16, 128),
-    (32, 32, 8, 256),
-    (32, 32, 16, 256),
-)
+# 2048 x 65536: 134 us with 64 words in 8 blocks, 153 with 32 in 16; H100; entropy, gradient, bfloat16 1024 x 65536: 138 us with 64
+# words, 187 with 32].
+KEPT_CLUSTERS = (*((32, 64, blocks, 128) for blocks in (2, 4, 8, 16)), (32, 32, 8, 256), (32, 32, 16, 256))
 KEPT_THREADS = 256  # threads of a block that keeps values; with more, a cluster keeps them if there are clusters
 # Exchanges for each row, at most, where a cluster sums over rows in registers; with more, sums are in shared memory
 # [layer norm, gradient, float32 2048 x 65536: 494 us, in registers 546; RMS norm, which has one, bfloat16: 248, in registers 235].
@@ -75,8 +76,8 @@ STRIDED_ROOM = 40 * 1024  # bytes of shared memory to join what the threads of a
 STRIDED_MOST = 1280  # blocks, where blocks share rows
 
 # Words of values that a thread keeps from one stage to the next; where they are more, it computes them again
-# [entropy, gradient, bfloat16 16384 x 8192: 213 us with 32, 403 with 16].
-KEPT_WORDS = 32
+# [entropy, gradient, bfloat16 16384 x 8192: 213 us with 32, 403 with 16; H100; 13421 x 5000: 123 us with 40, 172 with 32].
+KEPT_WORDS = 40
 # Lanes of a warp keep the values of few elements [soft cap, float32 131072 x 1024: 248 us with 16 in 64 threads, 260 with 32].
 KEPT_ELEMENTS = 16
 # Wide blocks keep fewer [soft cap, float32 8192 x 16384: 337 us with 1024 threads of 16 elements, 425 with 512 of 32].
