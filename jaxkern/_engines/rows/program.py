@@ -150,11 +150,7 @@ class Program(Flat):
         self.others, self.has_full = (*missing, *order), not missing
 
     def _apart(self, step) -> list:
-        """A reduction along the row and other dimensions as two, the row first. Indices of another dimension, in an array of
-        rows, as one number for each row, which is broadcast.
-        """
-        if step.name == "iota":
-            return self._index_apart(step)
+        """A reduction along the row and other dimensions as two, the row first."""
         over = self.over(step)
         if self.row not in over or over == {self.row} or step.name in NOT_ELEMENTWISE:
             return [step]
@@ -169,18 +165,6 @@ class Program(Flat):
         return [
             Step(step.name, [value], [between], e.replace(params=first), first),
             Step(step.name, [between], step.results, e.replace(params=second), second),
-        ]
-
-    def _index_apart(self, step) -> list:
-        y, at = step.result, step.params["dimension"]
-        if self.row not in y.dims or y.dims[at] is self.row:
-            return [step]
-        only = lambda of, other: tuple(x if k == at else other for k, x in enumerate(of))
-        number = Value(jax.core.ShapedArray(only(y.aval.shape, 1), y.dtype), only(y.dims, None))
-        spread = {"broadcast_dimensions": tuple(range(len(y.dims)))}
-        return [
-            Step("iota", [], [number], step.equation, step.params),
-            Step("broadcast_in_dim", [number], [y], step.equation, spread),
         ]
 
     def groups(self, value) -> list:
