@@ -3,6 +3,8 @@
 import collections
 import gc
 import os
+import pathlib
+import sys
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share a GPU
 import jaxlib.version
@@ -22,6 +24,9 @@ import pytest
 from golden import Golden, recorded
 
 from jaxkern._core import compat
+
+# For tests of the benchmarks; last, so that the package under test stays the installed one.
+sys.path.append(str(pathlib.Path(__file__).parent.parent))
 
 ON_GPU = jax.default_backend() == "gpu"
 

@@ -179,6 +179,36 @@ def test_a_region_ends():
         assert len(regions(f, *args)) == 2
 
 
+def test_regions_that_depend_on_each_other_by_way_of_others():
+    """Two regions that become one depend on what either did, and so do those that depend on one of them."""
+
+    def f(u, p, m, n):
+        x, a = jnp.exp(u), p * 2.0
+        b, k = m @ x + 1.0, jnp.exp(n @ a)
+        return *(y.sum(1) for y in (x, b, a, k)), (a * b).sum(1), (k * x).sum(1)
+
+    args = normal(8, 16), normal(12, 16), normal(12, 8), normal(8, 12)
+    with forced:
+        close(jax.jit(f)(*args), jax.jit(f)(*args))
+        assert any(d.taken for d in regions(f, *args))
+
+
+@needs_kernels
+def test_what_is_compared_is_not_computed_again():
+    """Another rounding of x might have no element that reaches the least of its largest ones."""
+
+    def f(u, compared):
+        x = 30 * jnp.tanh(u.astype(jnp.float32) / 30)
+        least = jax.lax.top_k(x, 1)[0][:, -1:] if compared else 0.0
+        return jnp.sum(x, -1), jax.nn.softmax(jnp.where(x >= least, x, -jnp.inf), -1).astype(jnp.bfloat16)
+
+    array = 4096 * 4096
+    for compared in (False, True):
+        with jaxkern.accelerate(only="rows"):
+            found = regions(lambda u: f(u, compared), spec(4096, 4096, dtype=jnp.bfloat16), platform="cuda")
+        assert sum(d.bytes for d in found) == pytest.approx((12 if compared else 4) * array, rel=0.01)
+
+
 def test_effects_stay_in_order(capfd):
     def f(x, w):
         y = x / jnp.sum(x, -1, keepdims=True)

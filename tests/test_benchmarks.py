@@ -4,9 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import json
-import pathlib
 import signal
-import sys
 import time
 
 import jax
@@ -15,14 +13,11 @@ import numpy as np
 import pytest
 from conftest import ON_GPU
 
-sys.path.append(
-    str(pathlib.Path(__file__).parent.parent)
-)  # last, so that the package under test stays the installed one
-import jaxkern  # noqa: E402
-from benchmarks import __main__ as main  # noqa: E402
-from benchmarks import _geometric, _goals, _plot, _report, _run, _timing, _torch, programs, sharding  # noqa: E402
-from benchmarks.__main__ import OPERATIONS  # noqa: E402
-from jaxkern._core import switch  # noqa: E402
+import jaxkern
+from benchmarks import __main__ as main
+from benchmarks import _geometric, _goals, _plot, _report, _run, _timing, _torch, programs, sharding
+from benchmarks.__main__ import OPERATIONS
+from jaxkern._core import switch
 
 SMALL = {
     "softmax": (1024, 256),

@@ -533,6 +533,18 @@ def test_one_order_for_all(measured_jaxlib):
     assert ["in no fixed order" in d.reason for d in found] == [True]
 
 
+@pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
+@pytest.mark.parametrize(
+    "flag, free", [("deterministic_ops=true", 0), ("exclude_nondeterministic_ops", 0), ("deterministic_ops=false", 1)]
+)
+def test_flags_of_xla_that_ask_for_an_order(flag, free, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_{flag}")
+    f = lambda y, r: sums(y, r) * 1.0
+    y, r = jax.ShapeDtypeStruct((200_000, 3), jnp.float32), jax.ShapeDtypeStruct((200_000,), jnp.int32)
+    found = jaxkern.explain(f, platform="cuda")(y, r)
+    assert sum("in no fixed order" in d.reason for d in found) == free
+
+
 def test_arithmetic_below_a_gather():
     """(x @ m * scale)[s]: the scale is read for each edge, and no array of nodes is written for it."""
 

@@ -141,6 +141,51 @@ def shifted(scan, n):
     return run, [numbers(n), numbers(STEPS, LANES, n)]
 
 
+def moved(scan, n):
+    """Padding that moves a row and keeps its length, and that makes a row of one element."""
+
+    def run(x):
+        def body(h, x):
+            mean = jnp.mean(h, -1, keepdims=True)
+            h = 0.3 * h + x * lax.pad(h, jnp.asarray(-1, h.dtype), [(0, 0, 0), (1, -1, 0)])
+            return h + jnp.pad(mean, ((0, 0), (2, n - 3))), h
+
+        return scan(body, jnp.zeros(x.shape[1:], x.dtype), x)
+
+    return run, [numbers(STEPS, LANES, n)]
+
+
+def constant(scan, n):
+    """A carried matrix that no step changes, and that another one needs."""
+
+    def run(noise, x):
+        def body(carry, x):
+            h, p, noise = carry
+            p = jnp.sum(p[..., :, :, None] * p[..., None, :, :], -2) / n + noise
+            same = noise.mT.mT  # jax.lax.scan would see that an element of the carry is returned
+            return (jnp.tanh(jnp.sum(p * h[:, None, :], -1) + x), p, same), h
+
+        noise = jnp.broadcast_to(noise, (LANES, n, n)) * (1 + x[0, :, :1, None])
+        return scan(body, (jnp.zeros_like(x[0]), 0.1 * noise, noise), x)
+
+    return run, [0.3 * numbers(n, n), numbers(STEPS, LANES, n)]
+
+
+def ragged(scan, n):
+    """A matrix for all lanes to which each adds by its index."""
+
+    def run(x):
+        def body(carry, x):
+            w, h = carry
+            of_lane = lax.broadcasted_iota(x.dtype, (LANES, n, n), 0)
+            w = w + jnp.sum(h[:, :, None] * x[:, None, :] * of_lane, 0)
+            return (w, jnp.tanh(h + jnp.mean(h, -1, keepdims=True) + x)), None
+
+        return scan(body, (jnp.zeros((n, n), x.dtype), x[0]), x)
+
+    return run, [numbers(STEPS, LANES, n)]
+
+
 def one_row(scan, n):
     """No lanes."""
 
@@ -235,6 +280,9 @@ ON_THE_CPU = [
     (filtered, 1, "float32", True),
     (kalman, 5, "float64", True),
     (shifted, 40, "float32", True),
+    (moved, 20, "float32", False),
+    (constant, 17, "float32", False),
+    (ragged, 20, "float32", False),
 ]
 
 
@@ -243,8 +291,9 @@ ON_THE_CPU = [
 @pytest.mark.parametrize("make, n, dtype, again", ON_THE_CPU)
 def test_kernels_on_the_cpu(make, n, dtype, again):
     """Every element is written, nothing is read or written out of bounds, and results are right."""
+    forward = make in (viterbi, moved, constant, ragged)
     with compat.enable_x64(dtype == "float64"):
-        e = traced(make, n, dtype, again)[0 if make is viterbi else -1]
+        e = traced(make, n, dtype, again)[0 if forward else -1]
         made, core = planned(e)
         assert made.algorithm == "teams"
         program, given, avals, wanted = evaluated(e, core.program, dtype)

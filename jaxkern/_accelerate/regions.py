@@ -25,6 +25,7 @@ from jaxkern._core.define import CUDA_TYPES
 REDUCING = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
 SAME = frozenset("copy copy_p stop_gradient name pvary pcast".split())
 RENAMING = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
+COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 CHEAP = ELEMENTWISE | SAME | RENAMING | {"iota"}  # equations that are computed again rather than stored
 # Equations that XLA fuses with those that read their results, or whose operands they make.
 FUSED = (
@@ -145,6 +146,10 @@ class _Search:
         self.below[g] |= self.below[other]
         self.members[g] += self.members[other]
         self.reads[g] |= self.reads[other]
+        if self.below[g]:  # what depends on one of both depends on all that the other depends on
+            for k, own in enumerate(self.parent):
+                if own == k and self.above[k] & self.bits[g]:
+                    self.above[k] |= self.above[g]
         return g
 
     def shape_of(self, e):
@@ -331,6 +336,13 @@ class Copies:
         for e in equations:
             if e.primitive.name not in FUSED:
                 self.stored.update(variables(e))
+        # A value that is compared with another may have to equal it, to the last bit: with the largest of a row, say.
+        self.compared = set()
+        for e in equations:
+            floats = [
+                v for v in variables(e) if e.primitive.name in COMPARISONS and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            ]
+            self.compared.update(floats if len(floats) > 1 else ())
 
     def again(self, v, region=None):
         """(what is read for v, the equations that compute v from it). region: the reader, or None for another equation."""
@@ -368,7 +380,13 @@ class Copies:
 
     def _is_copied(self, x, e, region) -> bool:
         name, owner = e.primitive.name, self.owner.get(x)
-        if name not in CHEAP or len(e.outvars) != 1 or e.effects or not compat_rewriting.runs_anywhere(e):
+        if (
+            x in self.compared
+            or name not in CHEAP
+            or len(e.outvars) != 1
+            or e.effects
+            or not compat_rewriting.runs_anywhere(e)
+        ):
             return False
         if not all(getattr(v.aval, "dtype", None) in DTYPES for v in (*e.invars, *e.outvars)):
             return False

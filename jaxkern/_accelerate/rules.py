@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 from jaxkern._accelerate import chains, gate, registration
 from jaxkern._accelerate import layout as layouts
 from jaxkern._accelerate.program import Program, root
-from jaxkern._core import compat, compat_lowering, decisions, partition, stablehlo, switch
+from jaxkern._core import compat, compat_lowering, decisions, environment, partition, stablehlo, switch
 from jaxkern._ops.indexing import primitive, reference, sharding
 from jaxkern._ops.indexing.reference import Rules
 
@@ -226,7 +226,7 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
     find = functools.partial(chains.find, program, name, ctx.avals_in, indices, updates, clip)
     if (
         not ordered
-        and not settings.deterministic
+        and not _in_order(settings)
         and _may_be_free(problem, settings)
         and not switch.refusal(ctx, settings)
     ):
@@ -302,8 +302,13 @@ def _may_be_taken(found, settings, module) -> bool:
         return False
     if settings.force or _must_be_taken(found[0], settings):
         return gate.can_scatter(found[0])[0]
-    free = not settings.deterministic and gate.free(found[0])[0]
+    free = not _in_order(settings) and gate.free(found[0])[0]
     return free or gate.scatter(found[0])[0] or gate.chain(found[0], any(_orders(module)))[0]
+
+
+def _in_order(settings) -> bool:
+    """Whether the user asks for sums in a fixed order: us, or XLA by its flags."""
+    return settings.deterministic or environment.xla_is_deterministic()
 
 
 def _must_be_taken(problem, settings) -> bool:

@@ -93,6 +93,13 @@ def xla_only() -> bool:
     return value == "xla"
 
 
+def xla_is_deterministic() -> bool:
+    """Whether XLA's flags ask it for the same bits in every run."""
+    names = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+    flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+    return any(name in names and value.lower() in ("", "true", "1") for name, _, value in flags)
+
+
 def given() -> dict[str, str]:
     """The variables of the table that are set, in characters that can be printed."""
     printable = lambda value: value.encode(errors="backslashreplace").decode()

@@ -113,8 +113,8 @@ class Body:
             at = {}
             for a in self.program.axes(x):
                 first, n = (firsts or {}).get(a, 0), x.aval.shape[a]
-                moves = n != step.result.aval.shape[a]
-                at[a] = f"min(max({index[a]} - {first}, 0), {n - 1})" if moves else index[a]
+                moves = first or n != step.result.aval.shape[a]
+                at[a] = f"min(max({index.get(a, '0')} - {first}, 0), {n - 1})" if moves else index[a]
             value = leaf(x, ()) if isinstance(x, Constant) else self.evaluate(x, at, own, leaf, memo)
             places = [leaf(PLACE, name) for name, _, _ in inside]
             total = value if firsts is None else leaf.chosen(places, inside, value, total)

@@ -99,7 +99,9 @@ class Pieces:
 
     def _offset(self, array, names) -> str:
         """The offset of an element of an array in memory."""
-        terms = [f"({name}) * {array.strides[a]}" for a, name in zip(array.rows, names)]
+        wide = math.prod(array.sizes) * array.length >= 1 << 31
+        times = [f"int64_t{{{array.strides[a]}}}" if wide else array.strides[a] for a in array.rows]
+        terms = [f"({name}) * {n}" for n, name in zip(times, names)]
         return " + ".join(terms) or "0"
 
     def _owner(self, array) -> str:
@@ -150,6 +152,8 @@ class Pieces:
         """
         v, names = leaf
         if not isinstance(names, tuple):
+            if mate and names is not None and not isinstance(names, str):
+                return f"static_cast<int>({self._lane_offset(merged_places([names], self._p.dims), 'mate_lane')})", ()
             return (names if isinstance(names, str) else "0" if names is None else f"place{self._place_of(names)}"), ()
         n, type_ = self._id(v), self._type(v)
         area = "mate" if mate else None

@@ -189,8 +189,12 @@ class Writer(Pieces):
         out += ["{", f"  const {type_}* const from = {self._pointer(at, array)};", *(f"  {x}" for x in lines), "}"]
 
     def _is_in_place(self, k) -> bool:
-        """Whether each new element of a carried matrix needs no other element, and no other carry needs the matrix."""
+        """Whether a carried matrix has one place: each new element needs no other element, and no other carry needs the matrix,
+        or the matrix never changes.
+        """
         v, finals = self._p.carries[k], self._core.finals[: self._p.num_carry]
+        if finals[k] == (v, self._own_names(v)):
+            return True
         leaves = [[final] if isinstance(final, tuple) else final.leaves for final in finals]
         return all(j == k and at == self._own_names(v) for j, own in enumerate(leaves) for w, at in own if w is v)
 
