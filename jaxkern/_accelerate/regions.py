@@ -188,7 +188,7 @@ class _Search:
         return (out.shape, True) if elementwise or name in ("broadcast_in_dim", "iota") else None
 
     def _of_number(self, e):
-        """The shape of the rows whose numbers an equation computes with: those of a group that made one of its operands."""
+        """The shape of the rows whose numbers an equation computes with, as the group has it that made one of its operands."""
         name, out = e.primitive.name, e.outvars[0].aval.shape
         renames = name in RENAMING or name in REDUCING
         if name not in CHEAP and not renames:

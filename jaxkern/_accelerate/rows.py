@@ -55,7 +55,7 @@ def rewrite(module, jaxpr):
         equations, found = regions.find(equations, results, least)
         program = _Program(equations, results, found)
         taken = program.decided(settings, refusal)
-        # Functions by name of which no region needs a part stay: they may have kernels of their own.
+        # Functions by name stay if no region needs a part of them: they may have kernels of their own.
         inside = {id(e) for region, _ in taken for e in region.equations}
         needed = {mark for mark, parts in opened.items() if any(id(e) in inside for e in parts)}
         if len(needed) == len(opened):

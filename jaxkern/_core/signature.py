@@ -347,7 +347,7 @@ def primitive(
     prepare=None,
     **options,
 ) -> Primitive:
-    """A primitive of this signature. Arguments are those of `define.primitive`, whose functions take operands by name.
+    """A primitive of this signature. Arguments are as for `define.primitive`, but functions take operands by name.
 
     batch(prim, operands, dims, params): (results, their batch dimensions) where `Signature.batch` does not apply, else None.
     shard: see `Signature.partition`. Without it, XLA partitions the reference.
@@ -368,7 +368,7 @@ def primitive(
         return found or signature.batch(prim, flat, dims, **given)
 
     def planned(device, operands, results, **given):
-        """operands: a list of types, or those of what `prepare` returns, a NamedTuple or a tuple of all operands."""
+        """operands: a list of types, or the types of what `prepare` returns, a NamedTuple or a tuple of all operands."""
         named, params = signature.expand(operands, given) if isinstance(operands, list) else (operands, given)
         if not hasattr(named, "_fields"):
             named = signature.of(len(named) - len(signature.optional)).named(*named)

@@ -2,7 +2,7 @@
 
     (x, residual, *columns, *arguments of `function`, given)  -> q like x, scales[, s = x + residual]
 
-The columns are those of the operation, such as scale and bias. They, residual and the scale `given` are optional.
+The columns belong to the operation, such as scale and bias. They, residual and the scale `given` are optional.
 
 The result of the operation, and of `function` if there is one, stays in float32 and is rounded once. scales are float32: [...]
 for rows, [..., width / block] for blocks; with a scale that is given, float32 [], max|result| of each row instead. q and scales

@@ -14,7 +14,7 @@
 // (of a span) in a fixed order. Each index and element is read once, except by BinWindows, whose blocks read all
 // indices from L2. An untouched bin of a float sum is -0, the identity of addition, so index_add can skip its row.
 //
-// Template parameters are those of bin_accumulators.cuh.
+// bin_accumulators.cuh explains the template parameters.
 #pragma once
 
 #include "indexing/bin_accumulators.cuh"

@@ -139,7 +139,7 @@ struct ZerosArgs {
   int64_t bytes;
 };
 
-// out = 0, 64 bytes a thread. The address and the bytes are multiples of 4.
+// out = 0. Each thread writes 64 bytes. The address and the bytes are multiples of 4.
 template <int kThreads> __global__ void __launch_bounds__(kThreads) ScatterZeros(const __grid_constant__ ZerosArgs a) {
   const int64_t words = a.bytes / 4, first = static_cast<int64_t>(blockIdx.x) * (16 * kThreads) + threadIdx.x * 4;
   uint32_t* const out = reinterpret_cast<uint32_t*>(a.out);

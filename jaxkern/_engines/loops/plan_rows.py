@@ -1,7 +1,7 @@
 """The launch list of a loop with rows: how many threads share a lane, and how many lanes a block has.
 
 A team of threads runs a lane: part of a warp for rows of up to 32 elements, a warp for longer ones, a block for long ones and for
-matrices, of which a thread or a few threads reduce a row or a column at a time.
+matrices: a thread or a few threads reduce one row or column of them at a time.
 """
 
 import math

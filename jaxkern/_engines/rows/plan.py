@@ -283,7 +283,7 @@ def _sums(core, walkers, width, scratch=0, of_numbers=None):
         count, blocks = (width, walkers) if o.kind == "columns" else (1, of_numbers or walkers)
         buffers.append(launch.scratch(scratch))
         size = lambda blocks: ceil_div(blocks * count * dtype.itemsize, 256) * 256
-        # Many blocks in two steps, of which the first has more threads.
+        # Many blocks in two steps; the first has more threads.
         for groups in (tuning.SUM_GROUPS, 1) if blocks >= tuning.GROUPED_BLOCKS else (1,):
             each = ceil_div(blocks, groups)
             groups = ceil_div(blocks, each)

@@ -249,7 +249,7 @@ def problem_of(op, rows_shape, source, index, rules) -> Problem | None:
 
 
 def rows_shape(operands, rules, rows=None) -> tuple:
-    """The shape of the result. operands: those of index_add or a segment operation, or their types."""
+    """The shape of the result. operands: of index_add or a segment operation, or their types."""
     if rows is None:
         return operands.x.shape
     source, k, axis = operands.source, rules.batch_dims, rules.axis

@@ -3,7 +3,7 @@
     segment_softmax_p        (data, index, keys, order)    y = exp(data - max) / sum(exp(data - max)) by segment
     segment_softmax_grad_p   (y, g, index, keys, order)    dx = y * (g - sum(y * g)) by segment; 0 where y is 0
 
-The operands are those of the primitives at indices, with the same `Rules`. `rows` is the number of segments. An element of
+The operands are as for the primitives at indices, with the same `Rules`. `rows` is the number of segments. An element of
 no segment is 0, and so is a segment that is -inf throughout. keys and order are optional: what `sort_indices` made of the
 index, which then is not sorted again.
 """
