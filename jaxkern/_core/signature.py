@@ -198,7 +198,7 @@ class Signature:
             for dim, size, entry in zip(dims, x.shape, validate.explicit_spec(x)):
                 if not (dim.mark and _is_one(size)):
                     fits &= sizes.setdefault(dim.name, size) == size
-                    entries[dim.name] = entries.get(dim.name) or entry
+                    entries.setdefault(dim.name, entry)
         for x, _, dims in present if fits else ():
             for group in {dim.group for dim in dims if dim.mark == "!"}:
                 own = [(n, sizes.get(dim.name, n)) for dim, n in zip(dims, x.shape) if dim.group == group]
