@@ -58,7 +58,7 @@ def bytes_of(v) -> int:
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """shape, axis: of its rows. equations: what it computes, in order; those of the program, and copies of others'.
+    """shape, axis: of its rows. equations: what it computes, in order, with copies of equations of other regions.
 
     made: the results of its own equations. operands, results: what it reads, and what of `made` others read.
     """

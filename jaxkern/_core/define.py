@@ -189,6 +189,20 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def busy_parts(tiles: int, slots: int, most: int) -> int:
+    """Into how many parts to cut each tile, at most, for a GPU that runs so many blocks at once: the fewest that keep nine
+    tenths of it busy until the end, or else the busiest."""
+    best, best_busy = 1, 0.0
+    for waves in range(ceil_div(tiles, slots), ceil_div(tiles, slots) + 4):
+        parts = max(1, min(most, waves * slots // tiles))
+        busy = parts * tiles / (ceil_div(parts * tiles, slots) * slots)
+        if busy > best_busy:
+            best, best_busy = parts, busy
+        if best_busy >= 0.9:
+            break
+    return best
+
+
 def per_thread(vectors: int, most: int) -> tuple[int, int]:
     """(vectors per thread, threads) of a block for a row of so many vectors: 4 or 8 vectors, whichever leaves fewer threads of
     the last warp idle. most: the threads of a block with 4 vectors each, at most."""

@@ -270,7 +270,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
       }
       __syncthreads();
     }
-    // For all parts, the first one joins the states before this group, and another one those of the tiles before this tile.
+    // For all parts, the first one joins the states of earlier groups, and another one the states of earlier tiles.
     if (part == 0 && group > 0) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {

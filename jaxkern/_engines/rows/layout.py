@@ -11,7 +11,7 @@ strided              the row is not the last dimension: threads take adjacent ro
 import math
 import typing
 
-from jaxkern._core.define import CUDA_TYPES, ceil_div
+from jaxkern._core.define import CUDA_TYPES, busy_parts, ceil_div
 from jaxkern._engines.rows import tuning
 
 ALGORITHMS = ("lanes", "warp", "block", "cluster", "streaming", "split", "strided")
@@ -294,15 +294,7 @@ def parts_of(problem, device, forced=False) -> int:
         return 1
     tiles, slots = tiles_of(how, problem), tuning.STRIDED_BLOCKS * device.sm_count
     most = min(problem.width // tuning.STRIDED_ELEMENTS, tuning.STRIDED_MOST // tiles)
-    best, best_busy = 1, 0.0
-    for waves in range(ceil_div(tiles, slots), ceil_div(tiles, slots) + 4):
-        parts = max(1, min(most, waves * slots // tiles))
-        busy = parts * tiles / (ceil_div(parts * tiles, slots) * slots)
-        if busy > best_busy:
-            best, best_busy = parts, busy
-        if busy >= 0.9:
-            break
-    return best
+    return busy_parts(tiles, slots, most)
 
 
 def power_of_2(n) -> int:

@@ -17,7 +17,7 @@ import typing
 import numpy as np
 
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div, cpp_bool
+from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, busy_parts, ceil_div, cpp_bool
 from jaxkern._core.launch import (
     MOST_BLOCKS_Y,
     Launch,
@@ -93,19 +93,10 @@ def parts_of(p: Problem, device) -> int:
     """How many blocks share a row or, if the axis is not the last one, a tile of columns; 1: they are not split."""
     if p.inner == 1:
         return max(1, min(_BLOCKS_WANTED * device.sm_count // p.rows, p.vectors // (_PART_PACKS // 4), MOST_BLOCKS_Y))
-    # The fewest parts that keep nine tenths of the multiprocessors' slots busy until the end; or else the busiest.
     tiles = p.rows * ceil_div(p.inner * p.itemsize, _TILE_BYTES)
     most = min(p.width // _PART_ROWS, _MOST_COLUMN_BLOCKS // tiles, MOST_BLOCKS_Y)
     slots = _COLUMN_BLOCKS * device.sm_count
-    best, best_busy = 1, 0.0
-    for waves in range(ceil_div(tiles, slots), ceil_div(tiles, slots) + 4):
-        parts = max(1, min(most, waves * slots // tiles))
-        busy = parts * tiles / (ceil_div(parts * tiles, slots) * slots)
-        if busy > best_busy:
-            best, best_busy = parts, busy
-        if best_busy >= 0.9:
-            break
-    return best
+    return busy_parts(tiles, slots, most)
 
 
 def _counts_fit(p: Problem, parts: int) -> bool:
