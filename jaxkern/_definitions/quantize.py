@@ -2,7 +2,7 @@
 
 `mark`, here and below: as XLA:CPU runs it fastest, with maxima of floats, which lose NaN there, and without selects. Scales are
 then NaN for rows that are not finite, and 8-bit numbers of such rows are anything: see `on_cpu`. An array holds 0 for finite
-rows and NaN for others; with True it is computed.
+rows and NaN for others; with True it is computed. False: on XLA:CPU, but exact for all rows.
 """
 
 import functools
@@ -42,20 +42,26 @@ def rounded(x, dtype, mark=None, finite=None):
     finite: which rows have no infinity and no NaN; none of their numbers rounds to more than the limit. None: not known.
     """
     most, whole = limit(dtype), jnp.dtype(dtype) == jnp.int8
-    if finite is None or (mark is None and not whole):  # kernels clamp by the conversion to an 8-bit float
+    if finite is None or (not fast(mark) and not whole):  # kernels clamp by the conversion to an 8-bit float
         x = lax.clamp(np.float32(-most), x, np.float32(most))
     if not whole:
         return x.astype(dtype)
-    # The sum is rounded to the nearest integer, which is in its low bits: kernels have few units that round and convert.
-    q = lax.bitcast_convert_type(x + np.float32(1.5 * 2**23), jnp.int32)
     if mark is None:
-        q = jnp.where(x == x if finite is None else finite, q, 0)
-    return q.astype(jnp.int8)
+        # The sum is rounded to the nearest integer, which is in its low bits: kernels have few units that round and convert.
+        q = lax.bitcast_convert_type(x + np.float32(1.5 * 2**23), jnp.int32)
+    else:  # XLA:CPU would contract a product and the sum here and not there: the same number could round to either side
+        q = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return (q if fast(mark) else jnp.where(x == x if finite is None else finite, q, 0)).astype(jnp.int8)
+
+
+def fast(mark) -> bool:
+    """Whether results may be anything in rows that are not finite."""
+    return mark is not None and mark is not False
 
 
 def largest_of(x, axes, over=(), mark=None):
     """max|x| along axes that stay, as dimensions of size 1; NaN is the largest."""
-    if mark is not None:
+    if fast(mark):
         mark = 0 * jnp.sum(x, axes, keepdims=True) if mark is True else mark
         return jnp.max(jnp.abs(x), axes, keepdims=True) + mark
     # In the order of the bits of magnitudes NaN is the largest; XLA:CPU's maximum of floats may lose it.
@@ -100,7 +106,7 @@ def quantize(x, *given, dtype, over=(), mark=None):
 
 def on_cpu(f, marks, x, *rest, **params):
     """What XLA:CPU runs for `f`: with a mark, which its result number `marks` shows for rows that are not finite; then f itself."""
-    exact = functools.partial(f, x, *rest, **params)
+    exact = functools.partial(f, x, *rest, **params, mark=False)
     if x.size < MANY:
         return exact()
     found = f(x, *rest, **params, mark=True)
