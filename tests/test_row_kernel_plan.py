@@ -340,6 +340,18 @@ def test_which_algorithm(problem, on_h200, on_a100):
     assert layout.choose(problem, device.H200) == on_h200 and layout.choose(problem, device.A100) == on_a100
 
 
+@pytest.mark.parametrize("parts", [2, 17, 32, 33, 320])
+def test_blocks_that_join_parts(parts):
+    """They have the most threads whose partial results fit in shared memory, and at least a warp."""
+    sizes = [
+        layout.joining(parts, layout.Problem(1 << 10, 1 << 16, inner=64, partial=n), 48 << 10) for n in (8, 176, 1200)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    for (rows, threads), partial in zip(sizes, (8, 176, 1200)):
+        assert threads % 32 == threads % rows == 0 and 32 <= threads <= 512
+        assert (rows * partial + 16) * (threads // 32 + 1) <= 48 << 10
+
+
 def test_packs_of_transposed_operands_start_where_rows_do():
     """Rows of 7 elements are read in aligned packs only if each array has them in the order of the results."""
     x, y = jax.ShapeDtypeStruct((5, 3, 7), jnp.float32), jax.ShapeDtypeStruct((3, 5, 7), jnp.float32)
@@ -370,11 +382,16 @@ def test_one_kernel_serves_any_number_of_rows(name, width, gradient, rows):
 
 
 @plans.needs_nvrtc
-@pytest.mark.parametrize("shape, row", [((4096, 256), -1), ((64, 512, 256), -2)])
-def test_kernels_with_many_reductions_have_room_for_them(shape, row):
+@pytest.mark.parametrize(
+    "shape, row, sums, kernel",
+    [((4096, 256), -1, 14, ""), ((64, 512, 256), -2, 14, ""), ((5, 65536, 64), -2, 44, "Join")],
+)
+def test_kernels_with_many_reductions_have_room_for_them(shape, row, sums, kernel):
     """Fewer threads share a row where what they reduced would not fit the shared memory of a block."""
-    f = lambda x: x * sum(jnp.sum(jnp.abs(x - k), row, keepdims=True) for k in range(1, 15))
+    f = lambda x: x * sum(jnp.sum(jnp.abs(x - k), row, keepdims=True) for k in range(1, sums + 1))
     function, _, _ = trace(f, [jax.ShapeDtypeStruct(shape, "float32")], row, "many")
     found = planned(function)
-    for step in {step.name: step for step in (*found.launches, *(found.unaligned or ()))}.values():
+    for step in {
+        step.name: step for step in (*found.launches, *(found.unaligned or ())) if kernel in step.name
+    }.values():
         assert registry.kernels.module.compile(step.header, step.name, 90, step.source)

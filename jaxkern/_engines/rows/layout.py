@@ -271,6 +271,16 @@ def _room(how, problem) -> int:
     return (columns * problem.partial + 16) * (how.threads // 32 + 1 + blocks)
 
 
+def joining(parts, problem, most) -> tuple[int, int]:
+    """(rows, threads) of a block that joins the parts of rows. most: bytes of its shared memory."""
+    rows = 32 if parts <= 32 else 8
+    groups = lambda rows: max(4, min(512 // rows, power_of_2(ceil_div(parts, 4))))
+    sizes = [(n, n * groups(n)) for n in (32, 16, 8) if n <= rows]
+    sizes += [(8, threads) for threads in (256, 128, 64, 32) if threads < sizes[-1][1]]
+    room = lambda size: _room(Across(size[0], 1, size[1], True), problem._replace(pack=1))
+    return next((size for size in sizes if room(size) <= most), sizes[-1])
+
+
 def strided_blocks(how, problem) -> int:
     """Blocks of a multiprocessor that leave enough registers to each thread; compare `resident`."""
     kept = problem.kept if keeps_across(how, problem) else 0

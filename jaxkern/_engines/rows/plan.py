@@ -18,10 +18,10 @@ from jaxkern._engines.rows.layout import (
     across,
     choose,
     fits,
+    joining,
     keeps_across,
     layout,
     parts_of,
-    power_of_2,
     resident,
     shares,
     strided_blocks,
@@ -216,9 +216,8 @@ class _Rows(typing.NamedTuple):
         lanes, pack, tiles = how.lanes, problem.pack, tiles_of(how, problem)
         parts = parts_of(problem, self.device, forced=True) if splits else how.cluster
         code = self.code(keeps=keeps_across(how, problem))
-        across_parts = 32 if parts <= 32 else 8  # rows of a block that joins parts
-        groups = max(4, min(512 // across_parts, power_of_2(ceil_div(parts, 4))))
-        join_blocks = ceil_div(self.rows, across_parts)
+        joined, threads = joining(parts, problem, SHARED - 512 * core.total_bytes)
+        join_blocks = ceil_div(self.rows, joined)
         used = tuning.STRIDED_ROOM + 512 * core.total_bytes
         if code is None or max(tiles * parts, join_blocks) >= 1 << 31 or used > SHARED:
             return None
@@ -249,10 +248,10 @@ class _Rows(typing.NamedTuple):
         )
         join = lambda stage: Launch(
             header,
-            f"JoinPartsKernel<{NAME}, {stage}, {across_parts}, {across_parts * groups}>",
+            f"JoinPartsKernel<{NAME}, {stage}, {joined}, {threads}>",
             [args],
             join_blocks,
-            across_parts * groups,
+            threads,
             source=code,
         )
         if not splits:
