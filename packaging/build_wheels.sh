@@ -35,7 +35,7 @@ PATH=$work/tools/bin:$PATH
 
 echo "== sdist"
 python -m build --quiet --sdist --outdir "$dist" .
-sdist=$(ls -t "$dist"/jaxkern-*.tar.gz | head -n 1)
+sdist=$(ls -t "$dist"/jaxkern_cuda-*.tar.gz | head -n 1)
 
 for interpreter in $PYTHONS; do
   echo "== wheel of $("$interpreter" --version), from $(basename "$sdist")"
@@ -45,6 +45,6 @@ for interpreter in $PYTHONS; do
 done
 
 ls -l "$dist"
-for wheel in "$dist"/jaxkern-*.whl; do
+for wheel in "$dist"/jaxkern_cuda-*.whl; do
   [ "$(stat -c %s "$wheel")" -le 3000000 ] || { echo "build_wheels.sh: $wheel is larger than 3 MB" >&2; exit 1; }
 done

@@ -19,6 +19,7 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WHEEL_BYTES = 3_000_000
+ARCHIVE = "jaxkern_cuda"  # how wheels and sdist are named: the name in pyproject.toml, as file names spell it
 SLOW = {"tests", "wheels", "docs"}
 
 
@@ -143,12 +144,12 @@ def wheels() -> str:
 
 
 def check_wheels(folder: pathlib.Path) -> str:
-    found = sorted(folder.glob(f"jaxkern-{version_of_source()}-*.whl"))
-    tags = [path.name.removeprefix(f"jaxkern-{version_of_source()}-").removesuffix(".whl") for path in found]
+    found = sorted(folder.glob(f"{ARCHIVE}-{version_of_source()}-*.whl"))
+    tags = [path.name.removeprefix(f"{ARCHIVE}-{version_of_source()}-").removesuffix(".whl") for path in found]
     for abi in ("cp311-cp311", "cp312-abi3"):
         if not any(tag.startswith(abi) and "manylinux" in tag for tag in tags):
             raise Missing(f"no manylinux wheel of {abi} in {folder}: {', '.join(tags) or 'none'}")
-    if not (folder / f"jaxkern-{version_of_source()}.tar.gz").exists():
+    if not (folder / f"{ARCHIVE}-{version_of_source()}.tar.gz").exists():
         raise Missing(f"no sdist in {folder}")
     for path in found:
         if path.stat().st_size > WHEEL_BYTES:
@@ -162,7 +163,7 @@ def check_wheels(folder: pathlib.Path) -> str:
         ):
             if not any(re.fullmatch(wanted, name) for name in names):
                 raise Missing(f"{path.name} lacks {wanted}")
-        if extra := [n for n in names if not n.startswith(("jaxkern/", "jaxkern.libs/", "jaxkern-"))]:
+        if extra := [n for n in names if not n.startswith(("jaxkern/", f"{ARCHIVE}.libs/", f"{ARCHIVE}-"))]:
             raise Missing(f"{path.name} has {', '.join(extra[:5])}")
     return ", ".join(f"{tag}, {path.stat().st_size / 1e6:.2f} MB" for tag, path in zip(tags, found))
 

@@ -17,7 +17,7 @@ import pytest
 import jaxkern
 from jaxkern import __main__ as doctor
 from jaxkern import elementwise
-from jaxkern._core import compat, registry, rows
+from jaxkern._core import compat, package, registry, rows
 from jaxkern._doctor import checks
 
 
@@ -124,10 +124,17 @@ def test_installed_version_is_that_of_the_source():
     from importlib import metadata
 
     try:
-        installed = metadata.version("jaxkern")
+        installed = metadata.version(package.DISTRIBUTION)
     except metadata.PackageNotFoundError:
         pytest.skip("runs from the source folder")
     assert installed == jaxkern.__version__
+
+
+@pytest.mark.parametrize("found", ["jaxkern-0.1.0.dist-info", "jaxkern_cuda-0.2.0.dist-info"])
+def test_another_package_over_the_same_files(found, tmp_path, monkeypatch):
+    (tmp_path / found).mkdir()
+    monkeypatch.setattr(package, "folders", lambda: [str(tmp_path / "jaxkern")])
+    assert ("pip uninstall -y jaxkern jaxkern-cuda" in package.namesake()) == ("_cuda" not in found)
 
 
 def test_public_functions_are_annotated():

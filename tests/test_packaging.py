@@ -8,6 +8,8 @@ import zipfile
 
 import pytest
 
+from jaxkern._core import package
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("release", ROOT / "packaging" / "release.py")
 release = importlib.util.module_from_spec(spec)
@@ -38,13 +40,18 @@ def test_extras_that_the_documentation_names():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = set()
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
-        for group in re.findall(r'"(?:\.|jaxkern)\[([\w,]+)\]"', path.read_text()):
+        for group in re.findall(r'"(?:\.|jaxkern-cuda)\[([\w,]+)\]"', path.read_text()):
             named |= set(group.split(","))
     assert {"cuda13", "test", "examples", "docs"} <= named <= set(extras)
 
 
+def test_archives_have_the_name_of_the_project():
+    name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+    assert name == package.DISTRIBUTION and release.ARCHIVE == name.replace("-", "_")
+
+
 def wheel(folder, tag, *names, size=0):
-    path = folder / f"jaxkern-{release.version_of_source()}-{tag}.whl"
+    path = folder / f"{release.ARCHIVE}-{release.version_of_source()}-{tag}.whl"
     with zipfile.ZipFile(path, "w") as file:
         for name in names:
             file.writestr(name, b"\0" * size)
@@ -55,7 +62,7 @@ WHOLE = (
     "jaxkern/py.typed",
     "jaxkern/_runtime.abi3.so",
     "jaxkern/kernels/softmax/rows.cuh",
-    "jaxkern-1.dist-info/LICENSE",
+    f"{release.ARCHIVE}-1.dist-info/LICENSE",
 )
 
 
@@ -69,7 +76,7 @@ WHOLE = (
     ],
 )
 def test_wheels_of_a_release(tmp_path, names, size, reason):
-    (tmp_path / f"jaxkern-{release.version_of_source()}.tar.gz").touch()
+    (tmp_path / f"{release.ARCHIVE}-{release.version_of_source()}.tar.gz").touch()
     for tag in ("cp311-cp311-manylinux_2_28_x86_64", "cp312-abi3-manylinux_2_28_x86_64"):
         wheel(tmp_path, tag, *names, size=size)
     if reason is None:

@@ -5,6 +5,7 @@ import importlib.util
 import pathlib
 
 __version__ = "0.2.0"
+DISTRIBUTION = "jaxkern-cuda"  # the name that pip knows; on PyPI, `jaxkern` is another project
 
 
 def folders() -> list[str]:
@@ -17,9 +18,24 @@ def folders() -> list[str]:
 def find_installed() -> None:
     """Makes a checkout use the extension module of the installed package."""
     try:
-        installed = importlib.metadata.distribution("jaxkern")
+        installed = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return
     folder = pathlib.Path(str(installed.locate_file("jaxkern")))
     if folder.is_dir() and installed.version == __version__ and str(folder) not in folders():
         folders().append(str(folder))
+
+
+def namesake() -> str:
+    """What is wrong if a distribution with the name `jaxkern` lies in the folder of this package, whose files it shares; or "".
+
+    It is another project's, from PyPI, or this project's from before it had its present name. Uninstalling or upgrading one of
+    the two removes or replaces files of the other.
+    """
+    for folder in folders():
+        for found in pathlib.Path(folder).parent.glob("jaxkern-*.dist-info"):
+            return (
+                f"the package {found.name.removesuffix('.dist-info')} is installed over the files of {DISTRIBUTION}, in "
+                f"{found.parent}. Run `pip uninstall -y jaxkern {DISTRIBUTION}`, and install {DISTRIBUTION} again"
+            )
+    return ""

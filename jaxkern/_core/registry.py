@@ -124,6 +124,8 @@ def export_checks() -> list:
 
 
 package.find_installed()
+if namesake := package.namesake():
+    warnings.warn(namesake, stacklevel=2)
 kernels = load("_runtime")
 cuda_targets: set[str] = set()
 warn(kernels, gpu_present())
