@@ -19,7 +19,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 jax.config.update("jax_disable_most_optimizations", True)  # compiles in half the time
 
 # A failure shows the frames of the page and below. Sybil's own filter fails if no frame belongs to the page.
-SybilItem._traceback_filter = lambda self, e: e.traceback.cut(path=self.example.path) or e.traceback
+SybilItem._traceback_filter = lambda self, e: (
+    e.traceback.cut(path=self.example.path) or e.traceback
+)
 
 pages = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["*.md"])
 pytest_collect_file = pages.pytest()

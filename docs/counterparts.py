@@ -24,10 +24,18 @@ class Counterpart:
     ours: str
     theirs: str  # as the page names it
     function: Callable  # whose signature is compared
-    calls: Callable[[], list[tuple[tuple, dict]]]  # arguments that give the same results, by their names
-    same: dict[str, str] = dataclasses.field(default_factory=dict)  # their argument: our name of it
-    without: dict[str, str] = dataclasses.field(default_factory=dict)  # their argument, which we lack: what to do
-    defaults: dict[str, str] = dataclasses.field(default_factory=dict)  # our argument with another default: why
+    calls: Callable[
+        [], list[tuple[tuple, dict]]
+    ]  # arguments that give the same results, by their names
+    same: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # their argument: our name of it
+    without: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # their argument, which we lack: what to do
+    defaults: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # our argument with another default: why
     order: bool = True  # whether positional arguments come in the same order
     run: Callable | None = None  # calls it, if `function` is only its signature
 
@@ -84,7 +92,11 @@ def _loss_calls():
 
 
 def _at_add(x, index, source, *, indices_are_sorted=False, unique_indices=False, mode=None):
-    how = {"indices_are_sorted": indices_are_sorted, "unique_indices": unique_indices, "mode": mode}
+    how = {
+        "indices_are_sorted": indices_are_sorted,
+        "unique_indices": unique_indices,
+        "mode": mode,
+    }
     return x.at[index].add(source, **how)
 
 
@@ -94,7 +106,10 @@ def _add_calls():
         ((x, index, _array(4, 3)), {}),
         ((x, index, 2.0), {}),
         ((x, index, _array(3)), {"mode": "drop"}),
-        ((x, jnp.array([0, 2]), _array(2, 1)), {"indices_are_sorted": True, "unique_indices": True}),
+        (
+            (x, jnp.array([0, 2]), _array(2, 1)),
+            {"indices_are_sorted": True, "unique_indices": True},
+        ),
         ((x.astype("int32"), index, 1), {}),
     ]
 
@@ -118,7 +133,11 @@ def _layer(layer):
 
     def run(x, scale=None, bias=None, **fields):
         given = {"scale": scale, "bias": bias}
-        fields |= {f"use_{k}": v is not None for k, v in given.items() if f"use_{k}" in layer.__dataclass_fields__}
+        fields |= {
+            f"use_{k}": v is not None
+            for k, v in given.items()
+            if f"use_{k}" in layer.__dataclass_fields__
+        }
         params = {k: v for k, v in given.items() if v is not None}
         return layer(**fields).apply({"params": params}, x)
 
@@ -169,7 +188,9 @@ _LAYER = {
 
 
 def _fields(layer, *without) -> dict:
-    return {k: v for k, v in _LAYER.items() if k in inspect.signature(layer).parameters} | dict(without)
+    return {k: v for k, v in _LAYER.items() if k in inspect.signature(layer).parameters} | dict(
+        without
+    )
 
 
 COUNTERPARTS = (
@@ -181,7 +202,11 @@ COUNTERPARTS = (
         "reduce_sum",
         "jnp.sum",
         jnp.sum,
-        _reduction_calls({"dtype": "int32"}, {"initial": 2.0, "axis": 1}, {"where": jnp.arange(5) < 2, "axis": (1, 2)}),
+        _reduction_calls(
+            {"dtype": "int32"},
+            {"initial": 2.0, "axis": 1},
+            {"where": jnp.arange(5) < 2, "axis": (1, 2)},
+        ),
         same={"a": "x"},
         without={"out": NO_OUT},
     ),
@@ -198,7 +223,10 @@ COUNTERPARTS = (
             f"reduce_{name}",
             f"jnp.{name}",
             getattr(jnp, name),
-            _reduction_calls({"initial": 0.5, "axis": 1}, {"where": jnp.arange(5) < 2, "initial": 0.0, "axis": 2}),
+            _reduction_calls(
+                {"initial": 0.5, "axis": 1},
+                {"where": jnp.arange(5) < 2, "initial": 0.0, "axis": 2},
+            ),
             same={"a": "x"},
             without={"out": NO_OUT},
         )
@@ -208,7 +236,11 @@ COUNTERPARTS = (
         "logsumexp",
         "jax.nn.logsumexp",
         jax.nn.logsumexp,
-        _reduction_calls({"b": 2.0}, {"b": jnp.arange(-2.0, 3), "return_sign": True}, {"where": jnp.arange(5) < 2}),
+        _reduction_calls(
+            {"b": 2.0},
+            {"b": jnp.arange(-2.0, 3), "return_sign": True},
+            {"where": jnp.arange(5) < 2},
+        ),
         same={"a": "x"},
     ),
     Counterpart(
@@ -257,20 +289,35 @@ COUNTERPARTS = (
         "associative_scan",
         "jax.lax.associative_scan",
         jax.lax.associative_scan,
-        lambda: [((_affine, (_array(5, 3), _array(5, 3))), given) for given in ({}, {"axis": 1, "reverse": True})],
+        lambda: [
+            ((_affine, (_array(5, 3), _array(5, 3))), given)
+            for given in ({}, {"axis": 1, "reverse": True})
+        ],
     ),
     Counterpart(
         "scan",
         "jax.lax.scan",
         jax.lax.scan,
-        lambda: [((_step, _array(3), _array(5, 3)), given) for given in ({}, {"reverse": True, "unroll": 2})],
+        lambda: [
+            ((_step, _array(3), _array(5, 3)), given)
+            for given in ({}, {"reverse": True, "unroll": 2})
+        ],
         without={"_split_transpose": "for XLA's loops alone"},
     ),
     Counterpart(
         "while_loop",
         "jax.lax.while_loop",
         jax.lax.while_loop,
-        lambda: [((lambda c: c[1] < 9, lambda c: (c[0] * 0.5, c[1] + 2), (jnp.float32(1), jnp.int32(0))), {})],
+        lambda: [
+            (
+                (
+                    lambda c: c[1] < 9,
+                    lambda c: (c[0] * 0.5, c[1] + 2),
+                    (jnp.float32(1), jnp.int32(0)),
+                ),
+                {},
+            )
+        ],
     ),
     Counterpart("index_add", "x.at[index].add", _at_add, _add_calls, order=False),
     Counterpart(
@@ -324,7 +371,10 @@ COUNTERPARTS = (
         "flax.linen.GroupNorm",
         nn.GroupNorm,
         lambda: [
-            ((_array(2, 5, 8),), {"num_groups": 4, "scale": jnp.arange(8.0), "bias": jnp.ones(8)}),
+            (
+                (_array(2, 5, 8),),
+                {"num_groups": 4, "scale": jnp.arange(8.0), "bias": jnp.ones(8)},
+            ),
             ((_array(2, 5, 8),), {"num_groups": 2, "epsilon": 0.1}),
         ],
         without=_fields(
@@ -381,7 +431,11 @@ def _all_nan(x) -> bool:
 
 _EMPTY = jnp.full((1, 3), -jnp.inf)
 _ONES, _NONE = jnp.ones((1, 3)), jnp.zeros((1, 3), bool)
-_LABEL, _ROWS, _CLASSES = jnp.array([1]), jnp.array([False, True]), jnp.array([[True, False, True]])
+_LABEL, _ROWS, _CLASSES = (
+    jnp.array([1]),
+    jnp.array([False, True]),
+    jnp.array([[True, False, True]]),
+)
 _optax = optax.softmax_cross_entropy_with_integer_labels
 _flax = {"params": {"scale": jnp.ones(4), "bias": jnp.zeros(4)}}
 
@@ -408,7 +462,10 @@ DIFFERENCES = (
         "a row with only -inf, or whose terms cancel, has zero gradients",
         "NaN",
         "the same",
-        lambda: not _gradient(jaxkern.logsumexp, _EMPTY).any() and _all_nan(_gradient(jax.nn.logsumexp, _EMPTY)),
+        lambda: (
+            not _gradient(jaxkern.logsumexp, _EMPTY).any()
+            and _all_nan(_gradient(jax.nn.logsumexp, _EMPTY))
+        ),
     ),
     Difference(
         "`softmax`, `log_softmax`",
@@ -416,7 +473,9 @@ DIFFERENCES = (
         "`x` broadcasts to `where`, too",
         "the result has the shape of `x`",
         lambda: (
-            _raises(lambda: jaxkern.softmax(jnp.ones(3), where=jnp.ones((2, 3), bool)), ValueError)
+            _raises(
+                lambda: jaxkern.softmax(jnp.ones(3), where=jnp.ones((2, 3), bool)), ValueError
+            )
             and jax.nn.softmax(jnp.ones(3), where=jnp.ones((2, 3), bool)).shape == (2, 3)
         ),
     ),
@@ -448,7 +507,8 @@ DIFFERENCES = (
         "the identity of each type is known",
         lambda: (
             bool((jaxkern.reduce_max(_ONES, 1, where=_NONE) == -jnp.inf).all())
-            and jaxkern.reduce_min(jnp.ones(3, int), where=_NONE[0]) == jnp.iinfo(jnp.ones(3, int).dtype).max
+            and jaxkern.reduce_min(jnp.ones(3, int), where=_NONE[0])
+            == jnp.iinfo(jnp.ones(3, int).dtype).max
             and _raises(lambda: jnp.max(_ONES, where=_NONE), ValueError)
         ),
     ),
@@ -475,9 +535,13 @@ DIFFERENCES = (
         "any function is allowed",
         "a kernel runs all steps of a lane in one thread, or in the threads of one block",
         lambda: (
-            _raises(lambda: jaxkern.associative_scan(jnp.matmul, jnp.ones((4, 2, 2))), TypeError)
+            _raises(
+                lambda: jaxkern.associative_scan(jnp.matmul, jnp.ones((4, 2, 2))), TypeError
+            )
             and _raises(
-                lambda: jaxkern.scan(lambda c, x: (jnp.sort(c + x), None), jnp.ones((2, 2)), jnp.ones((4, 2, 2))),
+                lambda: jaxkern.scan(
+                    lambda c, x: (jnp.sort(c + x), None), jnp.ones((2, 2)), jnp.ones((4, 2, 2))
+                ),
                 TypeError,
             )
             and jax.lax.associative_scan(jnp.matmul, jnp.ones((4, 2, 2))).shape == (4, 2, 2)
@@ -489,12 +553,16 @@ DIFFERENCES = (
         "the condition is a scalar, and a vmap over lanes makes it an array",
         "lanes do not wait for each other",
         lambda: (
-            jaxkern.while_loop(lambda c: c < 5, lambda c: 2 * c, jnp.array([3, 9, 1])).tolist() == [6, 9, 8]
+            jaxkern.while_loop(lambda c: c < 5, lambda c: 2 * c, jnp.array([3, 9, 1])).tolist()
+            == [6, 9, 8]
             and jax.vmap(lambda c: jax.lax.while_loop(lambda c: c < 5, lambda c: 2 * c, c))(
                 jnp.array([3, 9, 1])
             ).tolist()
             == [6, 9, 8]
-            and _raises(lambda: jax.lax.while_loop(lambda c: c < 5, lambda c: 2 * c, jnp.array([3, 9])), TypeError)
+            and _raises(
+                lambda: jax.lax.while_loop(lambda c: c < 5, lambda c: 2 * c, jnp.array([3, 9])),
+                TypeError,
+            )
         ),
     ),
     Difference(
@@ -523,8 +591,10 @@ DIFFERENCES = (
         "their shares depend on the length of the array",
         "it is the gradient of the loop; two equal elements have half each in both",
         lambda: (
-            _gradient(lambda x: jaxkern.cummax(x)[2], jnp.ones(4)).tolist() == [0.25, 0.25, 0.5, 0]
-            and _gradient(lambda x: jaxkern.cummax(x)[3], jnp.ones(4)).tolist() == [0.125, 0.125, 0.25, 0.5]
+            _gradient(lambda x: jaxkern.cummax(x)[2], jnp.ones(4)).tolist()
+            == [0.25, 0.25, 0.5, 0]
+            and _gradient(lambda x: jaxkern.cummax(x)[3], jnp.ones(4)).tolist()
+            == [0.125, 0.125, 0.25, 0.5]
             and _gradient(lambda x: jax.lax.cummax(x)[3], jnp.ones(4)).tolist() == [0.25] * 4
         ),
     ),
@@ -537,7 +607,10 @@ DIFFERENCES = (
             jnp.array_equal(f(jnp.ones((2, 3)), -1), g(jnp.ones((2, 3)), 1))
             and f(jnp.ones((2, 3)), None).shape == (6,)
             and _raises(lambda g=g: g(jnp.ones((2, 3)), -1), ValueError)
-            for f, g in ((getattr(jaxkern, n), getattr(jax.lax, n)) for n in ("cummax", "cummin", "cumlogsumexp"))
+            for f, g in (
+                (getattr(jaxkern, n), getattr(jax.lax, n))
+                for n in ("cummax", "cummin", "cumlogsumexp")
+            )
         ),
     ),
     Difference(
@@ -546,10 +619,18 @@ DIFFERENCES = (
         "NaN where two such elements come first; integers raise an error",
         "-inf masks an element",
         lambda: (
-            bool(jnp.isfinite(_gradient(lambda x: jaxkern.cumlogsumexp(x)[2], _EMPTY[0].at[2].set(0))).all())
-            and not jnp.isfinite(_gradient(lambda x: jax.lax.cumlogsumexp(x)[2], _EMPTY[0].at[2].set(0))).all()
+            bool(
+                jnp.isfinite(
+                    _gradient(lambda x: jaxkern.cumlogsumexp(x)[2], _EMPTY[0].at[2].set(0))
+                ).all()
+            )
+            and not jnp.isfinite(
+                _gradient(lambda x: jax.lax.cumlogsumexp(x)[2], _EMPTY[0].at[2].set(0))
+            ).all()
             and jaxkern.cumlogsumexp(_LABEL).dtype == jnp.float32
-            and _raises(lambda: jax.lax.cumlogsumexp(_LABEL), OverflowError, TypeError, ValueError)
+            and _raises(
+                lambda: jax.lax.cumlogsumexp(_LABEL), OverflowError, TypeError, ValueError
+            )
         ),
     ),
     Difference(
@@ -591,9 +672,15 @@ DIFFERENCES = (
         "it has the shape of the labels or of the logits",
         "as in `softmax`",
         lambda: (
-            jaxkern.softmax_cross_entropy(jnp.ones((2, 3)), jnp.array([1, 2]), where=_ROWS[:, None])[0] == 0
+            jaxkern.softmax_cross_entropy(
+                jnp.ones((2, 3)), jnp.array([1, 2]), where=_ROWS[:, None]
+            )[0]
+            == 0
             and _optax(jnp.ones((2, 3)), jnp.array([1, 2]), where=_ROWS)[0] == 0
-            and _raises(lambda: jaxkern.softmax_cross_entropy(jnp.ones((2, 3)), _LABEL, where=_ROWS), ValueError)
+            and _raises(
+                lambda: jaxkern.softmax_cross_entropy(jnp.ones((2, 3)), _LABEL, where=_ROWS),
+                ValueError,
+            )
         ),
     ),
     Difference(
@@ -602,7 +689,9 @@ DIFFERENCES = (
         "finite: only its term is missing from the sum",
         "the class has probability 0",
         lambda: (
-            bool(jnp.isposinf(jaxkern.softmax_cross_entropy(_ONES, _LABEL, where=_CLASSES)).all())
+            bool(
+                jnp.isposinf(jaxkern.softmax_cross_entropy(_ONES, _LABEL, where=_CLASSES)).all()
+            )
             and bool(jnp.isfinite(_optax(_ONES, _LABEL, where=_CLASSES)).all())
         ),
     ),
@@ -612,7 +701,10 @@ DIFFERENCES = (
         "it may also be a tuple",
         "reshape the logits",
         lambda: _raises(
-            lambda: jaxkern.softmax_cross_entropy(jnp.ones((2, 3, 4)), jnp.array([1, 2]), axis=(1, 2)), TypeError
+            lambda: jaxkern.softmax_cross_entropy(
+                jnp.ones((2, 3, 4)), jnp.array([1, 2]), axis=(1, 2)
+            ),
+            TypeError,
         ),
     ),
     Difference(
@@ -622,7 +714,9 @@ DIFFERENCES = (
         "a sum of ones stops at 256 in bfloat16",
         lambda: (
             jaxkern.segment_sum(jnp.ones(4096, "bfloat16"), jnp.zeros(4096, int), 1)[0] == 4096
-            and jaxkern.index_add(jnp.zeros(1, "bfloat16"), 0, jnp.zeros(4096, int), jnp.ones(4096, "bfloat16"))[0]
+            and jaxkern.index_add(
+                jnp.zeros(1, "bfloat16"), 0, jnp.zeros(4096, int), jnp.ones(4096, "bfloat16")
+            )[0]
             == 4096
         ),
     ),
@@ -644,9 +738,14 @@ DIFFERENCES = (
         "NotImplementedError unless `unique_indices`",
         "jaxkern differentiates a scan over the sorted rows, which works for zeros too",
         lambda: (
-            _gradient(lambda x: jaxkern.segment_prod(x, jnp.array([0, 0]), 1), jnp.array([0.0, 3.0])).tolist() == [3, 0]
+            _gradient(
+                lambda x: jaxkern.segment_prod(x, jnp.array([0, 0]), 1), jnp.array([0.0, 3.0])
+            ).tolist()
+            == [3, 0]
             and _raises(
-                lambda: _gradient(lambda x: jax.ops.segment_prod(x, jnp.array([0, 0]), 1), jnp.ones(2)),
+                lambda: _gradient(
+                    lambda x: jax.ops.segment_prod(x, jnp.array([0, 0]), 1), jnp.ones(2)
+                ),
                 NotImplementedError,
             )
         ),
@@ -656,7 +755,9 @@ DIFFERENCES = (
         "floating-point updates of integers raise an error",
         "they are rounded, with a warning",
         "JAX announces that it will raise an error",
-        lambda: _raises(lambda: jaxkern.index_add(jnp.zeros(3, int), 0, _LABEL, jnp.array([1.5])), TypeError),
+        lambda: _raises(
+            lambda: jaxkern.index_add(jnp.zeros(3, int), 0, _LABEL, jnp.array([1.5])), TypeError
+        ),
     ),
     Difference(
         "`index_select`",
@@ -667,7 +768,9 @@ DIFFERENCES = (
             jaxkern.index_select(jnp.arange(4), 0, -_LABEL, mode="clip")[0] == 3
             and jnp.arange(4).at[-_LABEL].get(mode="clip")[0] == 3
             and jnp.take(jnp.arange(4), -_LABEL, mode="clip")[0] == 0
-            and _raises(lambda: jaxkern.index_select(jnp.arange(4), 0, _LABEL, mode="wrap"), ValueError)
+            and _raises(
+                lambda: jaxkern.index_select(jnp.arange(4), 0, _LABEL, mode="wrap"), ValueError
+            )
         ),
     ),
     Difference(
@@ -676,7 +779,8 @@ DIFFERENCES = (
         "it has the type to which `x`, scale and bias promote",
         "parameters stay in float32 beside 16-bit activations; `dtype` selects another type",
         lambda: (
-            jaxkern.layer_norm(jnp.ones((2, 4), "bfloat16"), jnp.ones(4), jnp.zeros(4)).dtype == jnp.bfloat16
+            jaxkern.layer_norm(jnp.ones((2, 4), "bfloat16"), jnp.ones(4), jnp.zeros(4)).dtype
+            == jnp.bfloat16
             and nn.LayerNorm().apply(_flax, jnp.ones((2, 4), "bfloat16")).dtype == jnp.float32
         ),
     ),
@@ -700,7 +804,8 @@ DIFFERENCES = (
         "they stay integers",
         "kernels are for floating-point numbers",
         lambda: all(
-            f(*[jnp.arange(1, 4)] * n).dtype == jnp.float32 and g(*[jnp.arange(1, 4)] * n).dtype == jnp.int32
+            f(*[jnp.arange(1, 4)] * n).dtype == jnp.float32
+            and g(*[jnp.arange(1, 4)] * n).dtype == jnp.int32
             for f, g, n in (
                 (jaxkern.floor, jnp.floor, 1),
                 (jaxkern.ceil, jnp.ceil, 1),

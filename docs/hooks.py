@@ -59,7 +59,9 @@ def _figures() -> dict:
         for stem, data in _results().items():
             paths += _plot.plot(data, pathlib.Path(folder) / stem)
         for device, of_device in _devices().items():
-            paths.append(_plot.overview(of_device, pathlib.Path(folder) / f"kernels-{device}.png"))
+            paths.append(
+                _plot.overview(of_device, pathlib.Path(folder) / f"kernels-{device}.png")
+            )
         for path in paths:
             drawn[path.name] = path.read_bytes()
     return drawn
@@ -75,8 +77,14 @@ def table(head, rows) -> str:
 
 def figures(operation: str) -> str:
     """The figures of one operation, of every device; "kernels" are the overviews."""
-    names = [name for name in _figures() if re.fullmatch(rf"{re.escape(operation)}-[^-]+(-.*)?\.png", name)]
-    return "\n\n".join(f"![{name.removesuffix('.png')}](figures/{name}){{ .figure }}" for name in names)
+    names = [
+        name
+        for name in _figures()
+        if re.fullmatch(rf"{re.escape(operation)}-[^-]+(-.*)?\.png", name)
+    ]
+    return "\n\n".join(
+        f"![{name.removesuffix('.png')}](figures/{name}){{ .figure }}" for name in names
+    )
 
 
 def results(operation: str) -> str:
@@ -109,8 +117,18 @@ def _rows(data) -> str:
         speed = [t["xla"] / t[_goals.OURS] for t in cells if "xla" in t]
         copy = [t[_goals.COPY] / t[_goals.OURS] for t in cells if _goals.COPY in t]
         range_ = f"{min(speed):.2f} to {_number(max(speed))}" if speed else "-"
-        rows.append([f"`{op}`", direction, dtype, len(cells), _mean(speed), range_, _mean(copy)])
-    head = ["operation", "direction", "dtype", "cells", "times as fast as XLA", "range", "fraction of a copy's speed"]
+        rows.append(
+            [f"`{op}`", direction, dtype, len(cells), _mean(speed), range_, _mean(copy)]
+        )
+    head = [
+        "operation",
+        "direction",
+        "dtype",
+        "cells",
+        "times as fast as XLA",
+        "range",
+        "fraction of a copy's speed",
+    ]
     return table(head, rows)
 
 
@@ -129,22 +147,42 @@ def _programs(data) -> str:
         ours, plain = t.get(_goals.OURS), t.get("xla")
         taken = sum(d["taken"] for d in r["decisions"])
         ratio = f"{_number(plain / ours)}" if ours and plain else "-"
-        ms = lambda us: "-" if us is None else f"{us / 1000:.3g}" if us < 1e6 else f"{us / 1000:.0f}"
+        ms = lambda us: (
+            "-" if us is None else f"{us / 1000:.3g}" if us < 1e6 else f"{us / 1000:.0f}"
+        )
         others = [ms(plain), *([ms(t.get("pyg"))] if peer else [])]
-        rows.append([r["case"], r["dtype"], ms(ours), *others, ratio, f"{taken} of {len(r['decisions'])}"])
+        rows.append(
+            [
+                r["case"],
+                r["dtype"],
+                ms(ours),
+                *others,
+                ratio,
+                f"{taken} of {len(r['decisions'])}",
+            ]
+        )
     others = ["plain, ms", *["PyTorch Geometric, ms"] * peer]
-    return table(["program", "dtype", "accelerated, ms", *others, "times as fast", "operations taken"], rows)
+    return table(
+        ["program", "dtype", "accelerated, ms", *others, "times as fast", "operations taken"],
+        rows,
+    )
 
 
 def _sharding(data) -> str:
     rows = []
     for r in data["results"]:
         t = _report.medians(r)
-        sent = ", ".join(f"{count} {kind}" for kind, count in r["sent"][_goals.OURS].items()) or "nothing"
+        sent = (
+            ", ".join(f"{count} {kind}" for kind, count in r["sent"][_goals.OURS].items())
+            or "nothing"
+        )
         scaling = [f"{r['scaling'][who]:.2f}" for who in (_goals.OURS, "xla")]
         times = [_report.time_text(t.get(who)) for who in (_goals.OURS, "xla")]
         rows.append([r["of"], r["dtype"], r["devices"], *times, *scaling, sent])
-    return table(["case", "dtype", "devices", "jaxkern, µs", "XLA, µs", "scaling", "of XLA", "sent"], rows)
+    return table(
+        ["case", "dtype", "devices", "jaxkern, µs", "XLA, µs", "scaling", "of XLA", "sent"],
+        rows,
+    )
 
 
 def _verdicts(data) -> str:
@@ -161,7 +199,9 @@ def all_results() -> str:
     """A section for each operation that has results."""
     names = dict.fromkeys(stem.split("-")[0] for stem in _results())
     own = ("programs", "sharding")  # have sections of their own on the page
-    return "\n\n".join(f"## {n.replace('_', ' ').capitalize()}\n\n{results(n)}" for n in names if n not in own)
+    return "\n\n".join(
+        f"## {n.replace('_', ' ').capitalize()}\n\n{results(n)}" for n in names if n not in own
+    )
 
 
 def taken() -> str:
@@ -189,8 +229,12 @@ def elementwise_reference() -> str:
     for name in sorted(jaxkern.elementwise.__all__):
         function = getattr(jaxkern, name)
         signature = inspect.signature(function)
-        bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-        arguments = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+        bare = [
+            p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()
+        ]
+        arguments = str(
+            signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+        )
         rows.append([f"`{name}{arguments}`", (inspect.getdoc(function) or "").splitlines()[0]])
     return table(["function", "result"], rows)
 
@@ -211,18 +255,33 @@ def counterparts() -> str:
         more = [f"`{k}`" for k in ours if k not in theirs]
         cells = [", ".join(both), "; ".join([*missing, *defaults]), ", ".join(more)]
         rows.append([f"`{c.ours}`", f"`{c.theirs}`", *cells])
-    return table(["here", "counterpart", "both (its name there)", "there, and here instead", "here alone"], rows)
+    return table(
+        [
+            "here",
+            "counterpart",
+            "both (its name there)",
+            "there, and here instead",
+            "here alone",
+        ],
+        rows,
+    )
 
 
 def differences() -> str:
-    return table(["function", "here", "there", "why"], [[d.of, d.here, d.there, d.why] for d in pairs.DIFFERENCES])
+    return table(
+        ["function", "here", "there", "why"],
+        [[d.of, d.here, d.there, d.why] for d in pairs.DIFFERENCES],
+    )
 
 
 def elementwise_counterparts() -> str:
     modules: dict = {}
     for name, (label, _) in pairs.elementwise().items():
         modules.setdefault(label.rpartition(".")[0], []).append(f"`{name}`")
-    return table(["in", "functions"], [[f"`{module}`", ", ".join(names)] for module, names in modules.items()])
+    return table(
+        ["in", "functions"],
+        [[f"`{module}`", ", ".join(names)] for module, names in modules.items()],
+    )
 
 
 def switches() -> str:
@@ -242,7 +301,10 @@ def algorithms() -> str:
     groups: dict = {}
     for name in algorithms.operations():
         groups.setdefault(algorithms.names(name), []).append(name)
-    return table(["operations", "algorithms"], [[code(names), code(group)] for group, names in groups.items()])
+    return table(
+        ["operations", "algorithms"],
+        [[code(names), code(group)] for group, names in groups.items()],
+    )
 
 
 def gate(name: str) -> str:
@@ -352,7 +414,11 @@ def on_post_build(config):
                 other /= "index.html"
             if not other.exists():
                 wrong.append(f"{name} links to {url}, which does not exist")
-            elif anchor and other in pages and urllib.parse.unquote(anchor) not in pages[other].ids:
+            elif (
+                anchor
+                and other in pages
+                and urllib.parse.unquote(anchor) not in pages[other].ids
+            ):
                 wrong.append(f"{name} links to {url}, which has no such anchor")
     if wrong:
         raise PluginError("the built site is wrong:\n  " + "\n  ".join(sorted(set(wrong))))

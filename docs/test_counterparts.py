@@ -20,13 +20,21 @@ CONVERTS_INTEGERS = {"floor", "ceil", "round", "fmod", "power", "hard_tanh"}
 def test_signature(c):
     """Each of their arguments is ours, by the same or the listed name and with the same default, or is explained."""
     ours, theirs = c.parameters()
-    assert set(theirs) - set(c.without) <= set(ours), f"{c.theirs} has arguments that {c.ours} lacks"
-    assert not set(c.without) & set(ours) and set(c.without) <= set(theirs), "an argument that is not missing"
+    assert set(theirs) - set(c.without) <= set(ours), (
+        f"{c.theirs} has arguments that {c.ours} lacks"
+    )
+    assert not set(c.without) & set(ours) and set(c.without) <= set(theirs), (
+        "an argument that is not missing"
+    )
     common = {name: (ours[name], p) for name, p in theirs.items() if name in ours}
     differ = {name for name, (a, b) in common.items() if a.default != b.default}
     assert differ == set(c.defaults)
     if c.order:
-        names = [n for n, (a, b) in common.items() if a.kind == b.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        names = [
+            n
+            for n, (a, b) in common.items()
+            if a.kind == b.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]
         assert names == [n for n in ours if n in names]
 
 
@@ -41,8 +49,14 @@ def test_results(c):
         theirs = (c.run or c.function)(*args, **given)
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype), (args, given)
-            near = 4 * float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.floating) else 0
-            np.testing.assert_allclose(*(np.asarray(y, np.float64) for y in (a, b)), near * 4, near, err_msg=f"{given}")
+            near = (
+                4 * float(jnp.finfo(a.dtype).eps)
+                if jnp.issubdtype(a.dtype, jnp.floating)
+                else 0
+            )
+            np.testing.assert_allclose(
+                *(np.asarray(y, np.float64) for y in (a, b)), near * 4, near, err_msg=f"{given}"
+            )
 
 
 @pytest.mark.parametrize("d", DIFFERENCES, ids=lambda d: f"{d.of}: {d.here}")
@@ -51,7 +65,9 @@ def test_difference(d):
 
 
 def _operands(name, dtype):
-    arrays = [(jnp.array([0.5, 2, 3, 0.25]) * (k + 1)).astype(dtype) for k in range(_arity(name))]
+    arrays = [
+        (jnp.array([0.5, 2, 3, 0.25]) * (k + 1)).astype(dtype) for k in range(_arity(name))
+    ]
     return [arrays[0] > 1, *arrays[1:]] if name == "where" else arrays
 
 
@@ -74,10 +90,18 @@ def test_elementwise(name):
         except TypeError:  # of some functions JAX takes no integers
             assert dtype == "int32"
             continue
-        assert (ours.dtype == theirs.dtype) == (dtype != "int32" or name not in CONVERTS_INTEGERS), dtype
-        near = 4 * float(jnp.finfo(theirs.dtype if "float" in dtype and theirs.dtype != bool else "float32").eps)
+        assert (ours.dtype == theirs.dtype) == (
+            dtype != "int32" or name not in CONVERTS_INTEGERS
+        ), dtype
+        near = 4 * float(
+            jnp.finfo(
+                theirs.dtype if "float" in dtype and theirs.dtype != bool else "float32"
+            ).eps
+        )
         finite = np.isfinite(np.asarray(ours, np.float64))  # integers have no remainder by 0
-        np.testing.assert_allclose(*(np.asarray(y, np.float64)[finite] for y in (ours, theirs)), rtol=near)
+        np.testing.assert_allclose(
+            *(np.asarray(y, np.float64)[finite] for y in (ours, theirs)), rtol=near
+        )
 
 
 def test_elementwise_signatures():
@@ -86,16 +110,26 @@ def test_elementwise_signatures():
     for name, (_, g) in ELEMENTWISE.items():
         ours = inspect.signature(getattr(jaxkern, name)).parameters
         theirs = inspect.signature(g).parameters
-        named = {k: p.default for k, p in theirs.items() if p.default is not p.empty and k not in ("x", "y")}
+        named = {
+            k: p.default
+            for k, p in theirs.items()
+            if p.default is not p.empty and k not in ("x", "y")
+        }
         if "args" in theirs:  # a ufunc, whose signature also has `where`
             named.pop("where")
         without |= set(named) - set(ours)
-        assert {k: ours[k].default for k in named if k in ours} == {k: v for k, v in named.items() if k in ours}, name
+        assert {k: ours[k].default for k in named if k in ours} == {
+            k: v for k, v in named.items() if k in ours
+        }, name
     assert without == set(ELEMENTWISE_WITHOUT)
 
 
 def test_page_names_every_counterpart():
     """A function by the name of one in jax.nn, jax.ops, jax.lax or jnp is on the page."""
     listed = {c.ours for c in COUNTERPARTS} | set(ELEMENTWISE)
-    shared = {n for n in jaxkern.__all__ if any(hasattr(m, n) for m in (jax.nn, jax.ops, jax.lax, jnp))}
+    shared = {
+        n
+        for n in jaxkern.__all__
+        if any(hasattr(m, n) for m in (jax.nn, jax.ops, jax.lax, jnp))
+    }
     assert shared <= listed

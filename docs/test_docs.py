@@ -24,7 +24,9 @@ def test_drawing_of_rows():
     from jaxkern import algorithms
 
     drawing = (README.parent / "docs" / "drawings" / "rows.svg").read_text()
-    found = re.findall(r">(\w+)</text>\s*<text[^>]*>up to ([\d.]+) (bytes|KB|MB)</text>", drawing)
+    found = re.findall(
+        r">(\w+)</text>\s*<text[^>]*>up to ([\d.]+) (bytes|KB|MB)</text>", drawing
+    )
     assert len(found) == 5
     for algorithm, size, unit in found:
         width = int(float(size) * {"bytes": 1, "KB": 1 << 10, "MB": 1 << 20}[unit]) // 4
@@ -35,7 +37,13 @@ def test_drawing_of_rows():
 def test_api_lists_every_public_name():
     import jaxkern
 
-    listed = set(re.findall(r"^::: jaxkern\.[\w.]*?(\w+)$", (README.parent / "docs" / "api.md").read_text(), re.M))
+    listed = set(
+        re.findall(
+            r"^::: jaxkern\.[\w.]*?(\w+)$",
+            (README.parent / "docs" / "api.md").read_text(),
+            re.M,
+        )
+    )
     missing = set(jaxkern.__all__) - set(jaxkern.elementwise.__all__) - {"algorithms"} - listed
     assert not missing, f"docs/api.md lacks {', '.join(sorted(missing))}"
 
@@ -51,10 +59,16 @@ def test_api_lists_every_public_name():
 def test_contributing_quotes_the_code(path, function):
     """Every line of the body of a quoted function, without its signature and docstring, stands in the source."""
     source = (README.parent / path).read_text()
-    blocks = re.findall(r"```python\n(.*?)```", (README.parent / "CONTRIBUTING.md").read_text(), re.S)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (README.parent / "CONTRIBUTING.md").read_text(), re.S
+    )
     (block,) = (b for b in blocks if re.search(rf'def {function}\(|"{function}"', b))
     lines = [line.strip() for line in block.splitlines()]
-    body = [line for line in lines if line and '"""' not in line and not line.startswith(f"def {function}(")]
+    body = [
+        line
+        for line in lines
+        if line and '"""' not in line and not line.startswith(f"def {function}(")
+    ]
     assert len(body) > 2
     missing = [line for line in body if line not in source]
     assert not missing, f"{path} lacks {missing}"
