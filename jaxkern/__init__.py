@@ -10,13 +10,13 @@ import typing
 
 from jaxkern import algorithms, elementwise
 from jaxkern import tiers as tiers  # the former name of `algorithms`
+from jaxkern._core import package
 from jaxkern._core.package import __version__ as __version__
 from jaxkern._core.registry import export_checks
-from jaxkern._definitions.cumulative import cumlogsumexp, cummax, cummin, cumprod, cumsum
-from jaxkern._definitions.recurrences import advantages, discounted_returns, exponential_moving_average
 from jaxkern.accelerate import CheckError, accelerate, explain, install, installed, uninstall
 from jaxkern.associative_scan import associative_scan
 from jaxkern.benchmark import benchmark
+from jaxkern.cumulative import cumlogsumexp, cummax, cummin, cumprod, cumsum
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
@@ -32,6 +32,7 @@ from jaxkern.quantize import (
     quantize_rows,
     quantize_tensor,
 )
+from jaxkern.recurrences import advantages, discounted_returns, exponential_moving_average
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
 from jaxkern.row_kernel import row_kernel
 from jaxkern.scan import linear_recurrence, scan
@@ -123,3 +124,5 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "while_loop",
     *elementwise.__all__,
 ]
+
+package.publish(__name__, export_checks)

@@ -3,6 +3,8 @@
 The lowering rules and replaced functions are in _accelerate; what they take is decided by _accelerate/gate.py.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -17,11 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern._accelerate import cumulative, functions, loops, replace, rows, rules
-from jaxkern._core import arrays, compat, decisions, switch, validate
-from jaxkern._core.decisions import Explanation
+from jaxkern._core import arrays, compat, decisions, package, switch, validate
+from jaxkern._core.decisions import Decision, Explanation
 from jaxkern._core.switch import Settings
 
-__all__ = ["CheckError", "Explanation", "accelerate", "explain", "install", "installed", "uninstall"]
+__all__ = ["CheckError", "Decision", "Explanation", "accelerate", "explain", "install", "installed", "uninstall"]
+
+package.publish(__name__, Decision, Explanation)
 
 # The relative error that `check` allows by default, by the type of an operation that was taken: what plain JAX may lose
 # in a 16-bit sum, or in a step of training in float32.
@@ -89,9 +93,10 @@ class accelerate(contextlib.ContextDecorator):
             order. By default short rows of float32 or float64 are added in no fixed order, as XLA adds them.
 
     Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. Sums of rows of more than 60 bytes have
-    the same bits in every run, with `deterministic` all sums that are taken.
-    The docstring of jaxkern/_accelerate/functions.py says what else differs, for rows of infinite logits and for logits that are
-    converted from bfloat16 to float32.
+    the same bits in every run, with `deterministic` all sums that are taken. Otherwise results differ only in these cases: the
+    gradient of a softmax is 0 where the softmax is 0, even if a cotangent is infinite or NaN; the loss or the gradient of a row of
+    logits that holds +inf may be inf or NaN where optax has NaN or 0; and if a program converts logits from bfloat16 to float32 for
+    `optax.softmax_cross_entropy_with_integer_labels`, their float32 gradient has the precision of bfloat16.
 
     Raises:
         ValueError: a name is unknown, or `check` is negative.

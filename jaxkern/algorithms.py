@@ -12,6 +12,8 @@ operation's folder (jaxkern/_ops) describes them. `elementwise` stands for all e
 runs as `segment_sum`, and `embedding_lookup` as `index_select`.
 """
 
+from __future__ import annotations
+
 import contextlib
 import operator
 import typing
@@ -21,9 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern._core import algorithms as _algorithms
+from jaxkern._core import package as _package
 from jaxkern._core.device import A100, H200, Device, this_device
 
 __all__ = ["A100", "H200", "Device", "choose", "fits", "force", "force_xla", "names", "operations", "this_device"]
+
+_package.publish(__name__, Device, this_device)
 
 
 def operations() -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """associative_scan: combinations of all elements so far, by an associative function that is elementwise over lanes."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """benchmark: the time of a function beside XLA's time and the time of a copy."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import math

@@ -4,6 +4,8 @@ The functions are made from the rows of _ops/elementwise/table.py. Operands broa
 kernels read them in place.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import re
@@ -81,14 +83,16 @@ def _public(row):
     """Makes the public function of a row, with the arguments that the row names."""
     arguments = [*row.arrays, *(name if default is None else f"{name}={default!r}" for name, default in row.parameters)]
     parameters = "".join(f"{name}, " for name, _ in row.parameters)
-    space = {"_call": _call, "_row": row}
+    space = {"_call": _call, "_row": row, "ArrayLike": ArrayLike, "jax": jax}
     exec(
         f"def {row.name}({', '.join(arguments)}):\n    return _call(_row, ({', '.join(row.arrays)},), ({parameters}))",
         space,
     )
     function = space[row.name]
     function.__module__ = __name__
-    function.__annotations__ = dict.fromkeys(inspect.signature(function).parameters, ArrayLike) | {"return": jax.Array}
+    function.__annotations__ = dict.fromkeys(inspect.signature(function).parameters, "ArrayLike") | {
+        "return": "jax.Array"
+    }
     function.__doc__ = _documentation(row)
     return function
 

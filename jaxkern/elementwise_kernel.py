@@ -1,5 +1,7 @@
 """A Python function of scalars, applied to arrays by one kernel."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 

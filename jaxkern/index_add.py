@@ -3,6 +3,8 @@
 Their primitives are in _ops/indexing.
 """
 
+from __future__ import annotations
+
 import functools
 import numbers
 

@@ -1,5 +1,7 @@
 """softmax_cross_entropy, softmax_cross_entropy_and_grad and linear_softmax_cross_entropy."""
 
+from __future__ import annotations
+
 import functools
 import typing
 from collections.abc import Callable, Sequence
@@ -192,9 +194,8 @@ def linear_softmax_cross_entropy(
         vocabulary    about the budget    where an accumulator is too large: the gradient of `weight` in chunks of columns;
                                           some logits are computed twice (a third more work at most)
 
-    `jaxkern._ops.linear_cross_entropy.plan` has the formulas in full, `jaxkern.algorithms.choose("linear_softmax_cross_entropy",
-    rows, d, vocabulary, dtype=..., memory=...)` says which algorithm runs, and `jaxkern.algorithms.force` forces one, on every
-    platform. On platforms without kernels, XLA may hold two copies of a chunk.
+    `jaxkern.algorithms.choose("linear_softmax_cross_entropy", rows, d, vocabulary, dtype=..., memory=...)` says which algorithm
+    runs, and `jaxkern.algorithms.force` forces one, on every platform. On platforms without kernels, XLA may hold two copies of a chunk.
 
     Args:
         h: activations [..., d]: float16, bfloat16, float32 or float64.

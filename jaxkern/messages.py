@@ -4,6 +4,8 @@
 array of messages in between. Their primitives are in _ops/messages.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

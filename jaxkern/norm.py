@@ -1,5 +1,7 @@
 """rms_norm, layer_norm, scale_norm, group_norm and batch_norm, with scale and bias."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 
@@ -7,16 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxkern._core import validate
+from jaxkern._core import package, validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._core.validate import Axis
-from jaxkern._definitions.norms import layer_norm, rms_norm, scale_norm  # noqa: F401
+from jaxkern._definitions.norms import layer_norm, rms_norm, scale_norm
 from jaxkern._definitions.operation import column, not_negative, traced_epilogue
 from jaxkern._definitions.traced import vectors
 from jaxkern._ops.group_norm import derivatives as group_derivatives  # noqa: F401  derivatives are registered
 from jaxkern._ops.group_norm.primitive import PRIMITIVES as GROUP_PRIMITIVES
+
+package.publish(__name__, layer_norm, rms_norm, scale_norm)
 
 
 def group_norm(

@@ -1,5 +1,7 @@
 """quantize_rows, quantize_blocks, quantize_tensor, dequantize and fake_quantize; Quantization and DelayedScale."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
@@ -256,7 +258,7 @@ class DelayedScale:
         margin: int = 0,
         most_recent: bool = False,
         scale: ArrayLike = 1.0,
-    ) -> "DelayedScale":
+    ) -> DelayedScale:
         """The state before the first step, with a history of zeros and this scale.
 
         Raises:
@@ -272,7 +274,7 @@ class DelayedScale:
         most_recent = validate.flag(name, "most_recent", most_recent)
         return cls(_one_scale(name, scale), jnp.zeros(length, jnp.float32), known, margin, most_recent)
 
-    def update(self, amax: ArrayLike) -> "DelayedScale":
+    def update(self, amax: ArrayLike) -> DelayedScale:
         """The state after a step in which the largest magnitude was `amax`, a number.
 
         Inside a `shard_map`, `amax` covers the part of one device: apply `jax.lax.pmax` first, so that all devices have the

@@ -1,5 +1,7 @@
 """reduce_sum, reduce_mean, reduce_max, reduce_min and logsumexp along axes, by default all, with an optional mask."""
 
+from __future__ import annotations
+
 import functools
 
 import jax

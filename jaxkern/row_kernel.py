@@ -1,5 +1,7 @@
 """Row functions: a function in jnp that reduces along one axis, as one kernel."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 

@@ -1,5 +1,7 @@
 """Loops whose body is elementwise over lanes, or reduces along rows, as one kernel."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Callable

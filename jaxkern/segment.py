@@ -4,6 +4,8 @@ They reduce the rows of `data` with the same id to one row, or normalise them to
 _ops/indexing and _ops/segment_softmax.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 
@@ -15,12 +17,14 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxkern._core import validate
+from jaxkern._core import package, validate
 from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import primitive, sort
 from jaxkern._ops.indexing.arguments import Mode, integers, rules_of, safe_index
 from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.segment_softmax.primitive import segment_softmax as bind_softmax
+
+package.publish(__name__, Order)
 
 
 def segment_sum(

@@ -3,6 +3,8 @@
 A scale, a bias, a causal limit or dropout selects the fused primitives; a score function selects the primitives of _ops/score.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 

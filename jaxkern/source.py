@@ -1,5 +1,7 @@
 """source: the kernels that a function runs on a GPU, and the C++ that is generated for them."""
 
+from __future__ import annotations
+
 import collections.abc
 import concurrent.futures
 import dataclasses

@@ -3,6 +3,8 @@
 Each is one or a few calls of the primitives of `jaxkern.messages`, which compute the gradients as well.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 

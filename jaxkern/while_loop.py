@@ -1,5 +1,7 @@
 """While loops that every lane runs on its own, as one kernel."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -157,12 +157,11 @@ def test_public_functions_are_annotated():
         "accelerate",
         "source",
         "algorithms",
-        "_core.registry",
         "scan",
         "associative_scan",
-        "_definitions.norms",
-        "_definitions.cumulative",
-        "_definitions.recurrences",
+        "norm",
+        "cumulative",
+        "recurrences",
     ],
 )
 def test_examples_in_docstrings(module):

@@ -1,5 +1,7 @@
 """What was taken and what was left, and why: records, and the table that shows them."""
 
+from __future__ import annotations
+
 import collections
 import collections.abc
 import contextlib

@@ -15,6 +15,12 @@ def folders() -> list[str]:
     return spec.submodule_search_locations
 
 
+def publish(module: str, *objects) -> None:
+    """Names objects of private modules after the public `module` that imports them: in `help`, in `repr` and in pickles."""
+    for x in objects:
+        x.__module__ = module
+
+
 def find_installed() -> None:
     """Makes a checkout use the extension module of the installed package."""
     try:

@@ -1,5 +1,7 @@
 """cumsum, cumprod, cummax, cummin and cumlogsumexp: results for all elements so far along an axis."""
 
+from __future__ import annotations
+
 import functools
 import typing
 

@@ -1,5 +1,7 @@
 """Norms of rows."""
 
+from __future__ import annotations
+
 import typing
 from collections.abc import Callable, Sequence
 

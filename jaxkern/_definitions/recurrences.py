@@ -1,5 +1,7 @@
 """Recurrences by name: exponential_moving_average, discounted_returns and advantages. Each is the body of a `scan`."""
 
+from __future__ import annotations
+
 import functools
 
 import jax

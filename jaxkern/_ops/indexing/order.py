@@ -1,5 +1,7 @@
 """Order: the result of `jaxkern.sort_indices`, which operations at indices take instead of sorting."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import jax
