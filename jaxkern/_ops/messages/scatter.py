@@ -8,7 +8,6 @@ added to it; it shares its memory with the result. The arrays, their ends and th
 The order of the sums, and so their rounding, is free.
 """
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
