@@ -102,8 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--force", action="store_true", help="these sets take every case that kernels can run")
     _add_out(p)
-    p = commands.add_parser("plot", help="draw the plots of result files again, and the overview of all of them")
-    p.add_argument("files", type=pathlib.Path, nargs="*", help="default: all of benchmarks/results, and the overview")
+    p = commands.add_parser("plot", help="draw the figures of result files, for light and for dark pages")
+    p.add_argument(
+        "files",
+        type=pathlib.Path,
+        nargs="*",
+        help="drawn beside the files; default: benchmarks/results, to docs/figures",
+    )
     p = commands.add_parser("compare", help="what changed from one result file to another")
     p.add_argument("old", type=pathlib.Path)
     p.add_argument("new", type=pathlib.Path)
@@ -152,9 +157,11 @@ def main(argv: list[str]) -> int:
         print(_report.header(data), f"written: {_report.save(data, arguments.file.parent)}", sep="\n")
         return 0
     if arguments.command == "plot":
-        files = arguments.files or sorted(RESULTS.glob("*.json"))
-        failed = [_plot(_report.load(file), file.with_suffix("")) for file in files]
-        return max(failed + ([_overview()] if not arguments.files else []))
+        from benchmarks import _plot
+
+        files = [_plot.plot(_report.load(file), file.with_suffix("")) for file in arguments.files] or [_plot.plot_all()]
+        print(*(f"written: {path}" for paths in files for path in paths), sep="\n")
+        return 0
     if arguments.command == "selftest":
         from benchmarks import selftest
 
@@ -197,40 +204,14 @@ def _operation(arguments: argparse.Namespace) -> int:
 
 
 def _write(data: dict, table: str, out: pathlib.Path) -> int:
-    from benchmarks import _report
+    """Saves a run, prints its table, and draws its figures: beside the file, or all of docs/figures for benchmarks/results."""
+    from benchmarks import _plot, _report
 
     path = _report.save(data, out)
     print(_report.header(data), table, _report.summary(data), f"written: {path}", sep="\n")
-    _plot(data, path.with_suffix(""))
-    return 0
-
-
-def _overview() -> int:
-    """Draws kernels-DEVICE.png of each device that benchmarks/results has files of."""
-    from benchmarks import _plot, _report
-
-    devices: dict[str, list[dict]] = {}
-    for file in sorted(RESULTS.glob("*.json")):
-        devices.setdefault(file.stem.split("-", 1)[1], []).append(_report.load(file))
-    try:
-        for device, files in devices.items():
-            print(f"written: {_plot.overview(files, RESULTS / f'kernels-{device}.png')}")
-    except ImportError:
-        print("no plots: matplotlib is not installed", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _plot(data: dict, stem: pathlib.Path) -> int:
-    from benchmarks import _plot
-
-    try:
-        written = _plot.plot(data, stem)
-    except ImportError:
-        print("no plots: matplotlib is not installed", file=sys.stderr)
-        return 1
-    for path in written:
-        print(f"written: {path}")
+    whole = out.resolve() == RESULTS.resolve()
+    for figure in _plot.plot_all() if whole else _plot.plot(data, path.with_suffix("")):
+        print(f"written: {figure}")
     return 0
 
 

@@ -1,279 +1,404 @@
-"""Softmax and norms: the figure of OneFlow's softmax article: effective bandwidth against the number of columns.
+"""Which figures the result files give. `python -m benchmarks plot` draws all of them to docs/figures, for light and dark pages.
 
-One panel per direction and dtype, one line per implementation, the copy as the dashed limit. Peers that
-were measured elsewhere (peers.json) are drawn thin, scaled by their ratio to the copy of their run.
-
-Sharding: the time of a call and the fraction of perfect scaling against the number of devices.
-
-scan: time against lanes, a line for each number of steps.
-
-index_add: time over the floor, a copy of the bytes that must move, against how uneven the indices are.
-
-`overview` draws all families in one figure, which README.md shows.
+Each function below takes the files of one operation, one for each GPU, and returns {name: figure}. A colour stands for the same
+implementation everywhere (benchmarks/palette.py), the words for cells are benchmarks/_words.py's, and benchmarks/_svg.py draws. Speeds
+are relative to a copy of the same bytes, or to XLA where arithmetic decides the time, and have the line at 1 of what they are relative
+to. Times are drawn where a base would be arbitrary. What did not end, and what was not run, is said in words.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks import _goals, _report
+from benchmarks import _compose, _goals, _overview, _report, _svg, _words, palette
+from benchmarks._compose import Cell, Files, cells, dots, lines, titled
+from benchmarks._svg import Axis, Dots, Figure, Lines, Point, Row
 
-STYLES = {
-    "jaxkern": {"color": "#d62728", "marker": "o", "linewidth": 2.0, "zorder": 5},
-    "xla": {"color": "#1f77b4", "marker": "s"},
-    "associative_scan": {"color": "#2ca02c", "marker": "v"},
-    "torch": {"color": "#ff7f0e", "marker": "^"},
-    "pyg": {"color": "#ff7f0e", "marker": "D"},
-    "copy": {"color": "black", "linestyle": "--", "linewidth": 1.2},
-    "oneflow": {"color": "#2ca02c"},
-    "cudnn": {"color": "#9467bd"},
-    "quack": {"color": "#8c564b"},
-    "liger": {"color": "#7f7f7f"},
-}
-PLOTTED = {"norm": ("narrow", "rows", "cpu")}  # groups of cases, where they are others
-THIN = {"linewidth": 0.9, "linestyle": ":", "alpha": 0.8}
+RESULTS = pathlib.Path(__file__).parent / "results"
+FIGURES = pathlib.Path(__file__).parent.parent / "docs" / "figures"
+
+FASTER = "faster"
+ARXIV = "A graph of ogbn-arxiv's size: 169\u00a0343 nodes and 1.17 million edges."
 
 
-def plot(data: dict[str, Any], stem: pathlib.Path) -> list[pathlib.Path]:
-    """Draws STEM-OP.png for each operation in a result file; needs matplotlib."""
-    import matplotlib
+# ---- rows: bandwidth against columns
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    if data["operation"] == "index_add":
-        return _skew(data, stem, plt)
-    if data["operation"] == "scan":
-        return _loops(data, stem, plt)
-    if data["operation"] == "sharding":
-        return _scaling(data, stem, plt)
-    if data["operation"] == "programs":
-        return _programs(data, stem, plt)
+def _elsewhere(operation: str) -> Callable[[Cell], dict[str, float]]:
+    """Bandwidths of peers.json, whose GPU was an H200."""
 
-    written = []
-    groups = PLOTTED.get(data["operation"], ("sweep", "odd", "cpu"))
-    rows = [r for r in data["results"] if r["group"] in groups and "residual" not in r["case"]]
-    for op in dict.fromkeys(r["op"] for r in rows):
-        mine = [r for r in rows if r["op"] == op]
-        dtypes = list(dict.fromkeys(r["dtype"] for r in mine))
-        figure, axes = plt.subplots(2, len(dtypes), figsize=(5.2 * len(dtypes), 7.2), squeeze=False, sharex=True)
-        for i, direction in enumerate(("forward", "backward")):
-            for j, dtype in enumerate(dtypes):
-                _panel(axes[i][j], [r for r in mine if r["direction"] == direction and r["dtype"] == dtype])
-                axes[i][j].set_title(f"{op}, {direction}, {dtype}", fontsize=10)
-            axes[i][0].set_ylabel("effective bandwidth, GB/s")
-        for axis in axes[-1]:
-            axis.set_xlabel("columns")
-        handles = {h.get_label(): h for a in axes.flat for h in a.get_lines()}
-        figure.legend(
-            handles.values(), handles.keys(), loc="lower center", ncols=len(handles), fontsize=8, frameon=False
+    def more(r: Cell) -> dict[str, float]:
+        copy, direction = _report.medians(r).get(_goals.COPY), _report.PUBLISHED.get(r["direction"], r["direction"])
+        if copy is None or r["group"] not in ("sweep", "classes"):
+            return {}
+        known = _goals.published(operation, direction, _report._itemsize(r["dtype"]), r["width"])
+        return {who: r["bytes"] / copy / 1e3 * ratio for who, ratio in known.items() if who in palette.LOOKS}
+
+    return more
+
+
+def _bandwidth(files: Files, title: str, columns: str, keep: Callable[[Cell], bool], published: str = "") -> Figure:
+    on_h200 = all(_words.device(data["environment"]) == "H200" for data in files)
+    more = _elsewhere(published) if published and on_h200 else lambda r: {}
+    figure = lines(
+        files,
+        title,
+        Axis(columns, base=2),
+        Axis("effective bandwidth, GB/s", FASTER, log=False),
+        lambda r, us: r["bytes"] / us / 1e3,
+        lambda r: f"{_words.direction(r)}, {r['dtype']}",
+        keep=keep,
+        more=more,
+    )
+    shown = [palette.LOOKS[who].name for who in figure.shown() if who in palette.ELSEWHERE]
+    return _with_note(figure, _peers(shown)) if shown else figure
+
+
+def _peers(names: list[str]) -> str:
+    listed = names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+    return f"{listed}: measured in another run on an H200, and scaled by the copies of both runs."
+
+
+def _with_note(figure: Figure, note: str) -> Figure:
+    return dataclasses.replace(figure, note=" ".join(filter(None, (figure.note, note))))
+
+
+def _softmax(files: Files) -> dict[str, Figure]:
+    names = {"softmax": "Softmax of rows", "log_softmax": "Log-softmax of rows"}
+    row = lambda op: lambda r: r["op"] == op and r["group"] in ("sweep", "cpu")
+    wide = dots(
+        files,
+        "Softmax of other shapes",
+        lambda r: _words.case("softmax", r),
+        keep=lambda r: r["op"] == "softmax" and r["group"] not in ("sweep", "cpu"),
+    )
+    found = {f"softmax-{op}": _bandwidth(files, names[op], "columns", row(op), "softmax") for op in names}
+    return found | {"softmax-shapes": wide}
+
+
+def _norm(files: Files) -> dict[str, Figure]:
+    """Rows of whole vectors as lines; odd widths, residuals and images as dots."""
+    even = lambda r: r["width"] % 64 == 0 and "residual" not in r["case"] and r["group"] in ("narrow", "rows", "cpu")
+    keep = lambda op: lambda r: r["op"] == op and even(r)
+    panel = lambda r: f"{r['op']}, {_words.direction(r)}"
+    titles = {"rms_norm": "RMSNorm of rows", "layer_norm": "LayerNorm of rows"}
+    words = lambda r: _words.case("norm", r)
+    found = {f"norm-{op}": _bandwidth(files, title, "columns", keep(op)) for op, title in titles.items()}
+    others = lambda r: r["op"] in titles and not even(r)
+    found["norm-shapes"] = dots(files, "Norms of odd widths, of few rows, and with a residual", words, panel, others)
+    images = lambda r: r["op"] not in titles and r["direction"] != "backward"
+    found["norm-images"] = dots(files, "Norms of images", words, panel, images)
+    return found
+
+
+def _cross_entropy(files: Files) -> dict[str, Figure]:
+    keep = lambda r: r["group"] in ("classes", "cpu")
+    return {"cross_entropy": _bandwidth(files, "Cross-entropy from logits", "classes", keep, "cross_entropy")}
+
+
+# ---- speeds by what is computed
+
+
+def _simple(operation: str, title: str, label: Callable[[Cell], str], **more: Any) -> Callable[[Files], dict]:
+    return lambda files: {operation: dots(files, title, label, **more)}
+
+
+def _elementwise(files: Files) -> dict[str, Figure]:
+    sizes = lines(
+        files,
+        "Elementwise functions by size",
+        Axis("elements", base=2),
+        Axis("effective bandwidth, GB/s, mean of functions", FASTER, log=False),
+        lambda r, us: r["bytes"] / us / 1e3,
+        lambda r: f"{_words.direction(r)}, {r['dtype']}",
+        keep=lambda r: r["group"] == "sizes" and r["dtype"] != "float16",
+    )
+    return {"elementwise": sizes}
+
+
+def _index_add(files: Files) -> dict[str, Figure]:
+    skew = dots(
+        files,
+        "Adding the edges of a graph to its nodes, from even to all on one node",
+        lambda r: _words.KINDS[r["kind"]],
+        lambda r: r["op"],
+        lambda r: r["group"] == "skew",
+        by_dtype=True,
+        note=f"{ARXIV} Rows of 128 features. Where XLA has no filled mark it was not run: a call of its like takes seconds.",
+    )
+    cases = dots(
+        files,
+        "Sums at indices, and rows at indices",
+        lambda r: _words.case("index_add", r).replace(
+            "graph of ogbn-arxiv's size, 1.17\u00a0million edges, ", "edges of a graph, "
+        ),
+        lambda r: r["op"],
+        lambda r: r["group"] != "skew",
+        note=ARXIV,
+    )
+    return {"index_add-skew": skew, "index_add": cases}
+
+
+def _segment_softmax(files: Files) -> dict[str, Figure]:
+    note = "1.17 million rows if not said otherwise. XLA was not run where a call of its like takes as many seconds as the figure says."
+    label = lambda r: _words.case("segment_softmax", r).replace("1.17\u00a0million rows of ", "rows of ")
+    return {"segment_softmax": dots(files, "Softmax of segments", label, note=note)}
+
+
+def _messages(files: Files) -> dict[str, Figure]:
+    return {
+        "messages": lines(
+            files,
+            "Messages: gather, a function and a sum",
+            Axis("features of a node", base=2),
+            Axis("speed as a fraction of a copy's", FASTER, log=False),
+            lambda r, us: r["times"][_goals.COPY]["median_us"] / us,
+            lambda r: f"{_words.direction(r)}, {r['dtype']}",
+            keep=lambda r: r["op"] == "edge_sum" and r["group"] == "width",
+            note=f"{ARXIV} Its degrees are even. Above 1, the cache has rows that several edges read.",
+        ),
+        "messages-functions": dots(
+            files,
+            "Messages: other functions, and uneven graphs",
+            lambda r: f"{_words.operation(r)}, {_words.case('messages', r).split('edges, ')[1]}",
+            keep=lambda r: r["group"] != "width" or r["op"] != "edge_sum" and r["width"] == 128,
+            note=ARXIV,
+        ),
+    }
+
+
+# ---- loops
+
+
+def _scan(files: Files) -> dict[str, Figure]:
+    figure = lines(
+        files,
+        "A linear recurrence as a loop",
+        Axis("lanes", base=2),
+        Axis("time of a call, µs", FASTER, larger=False),
+        lambda r, us: us,
+        lambda r: f"{_words.count(r['shape'][0])} steps",
+        keep=lambda r: r["group"] == "lanes",
+        order=lambda r: r["shape"][0],
+        note="XLA runs lax.scan, which starts kernels in every step.",
+    )
+    return {"scan": figure, "scan-loops": _by_loop(files, "scan", "Loops: jaxkern.scan beside lax.scan")}
+
+
+def _by_loop(files: Files, operation: str, title: str) -> Figure:
+    """A dot for every cell: how many times as fast as XLA's loop."""
+    found: dict[str, dict[str, list[Point]]] = {}
+    for data, r in cells(files):
+        times = _report.medians(r)
+        if {"xla", _goals.OURS} <= times.keys():
+            rows = found.setdefault(titled(files, data, _words.direction(r)), {})
+            rows.setdefault(_words.operation(r), []).append(Point(_goals.OURS, times["xla"] / times[_goals.OURS]))
+    panels = [
+        Dots(h, tuple(Row(words, tuple(p), _compose.range_of(p)) for words, p in rows.items()))
+        for h, rows in found.items()
+    ]
+    name = {"scan": "lax.scan", "while_loop": "lax.while_loop"}[operation]
+    return _compose.figure(
+        files,
+        title,
+        panels,
+        x=Axis(f"times as fast as {name} under XLA", FASTER),
+        base=f"1: {name}",
+        base_who="xla",
+        note="A dot for every number of steps and lanes that was measured.",
+    )
+
+
+def _while_loop(files: Files) -> dict[str, Figure]:
+    figure = lines(
+        files,
+        "Loops in which each lane stops on its own",
+        Axis("lanes", base=2),
+        Axis("time of a call, µs", FASTER, larger=False),
+        lambda r, us: us,
+        lambda r: _words.operation(r) + ("" if r["direction"] == "forward" else ", forward mode"),
+        order=lambda r: (list(_words.OPERATIONS).index(r["op"]) if r["op"] in _words.OPERATIONS else 0, r["direction"]),
+        note="XLA runs lax.while_loop under vmap: all lanes take as many steps as the slowest one.",
+    )
+    return {"while_loop": _without(figure, _goals.COPY)}
+
+
+def _without(figure: Figure, who: str) -> Figure:
+    panels = [Lines(p.title, {k: v for k, v in p.lines.items() if k != who}) for p in figure.panels]
+    return dataclasses.replace(figure, panels=tuple(panels))
+
+
+# ---- programs
+
+
+def _programs(files: Files) -> dict[str, Figure]:
+    """Milliseconds of a training step: no base, since XLA has no time where it did not end."""
+    panels = []
+    for dtype in ("bfloat16", "float32"):
+        for data in files:
+            rows = []
+            for r in data["results"]:
+                times = _report.medians(r)
+                if r["dtype"] == dtype and _goals.OURS in times:
+                    points = [Point(who, times[who] / 1000) for who in (_goals.OURS, "xla", "pyg") if who in times]
+                    rows.append((_compose.ratio(times) if "xla" in times else math.inf, r, points))
+            rows.sort(key=lambda row: row[0])
+            panels.append(Dots(titled(files, data, dtype), tuple(
+                Row(
+                    _words.case("programs", r),
+                    tuple(points),
+                    f"{_factor(ratio)}" if math.isfinite(ratio) else "",
+                    "" if math.isfinite(ratio) else _compose.ended(r),
+                )
+                for ratio, r, points in rows
+            )))  # fmt: skip
+    return {
+        "programs": _compose.figure(
+            files,
+            "Training steps of unchanged programs",
+            [p for p in panels if p.rows],
+            x=Axis("time of a step, ms", FASTER, larger=False),
+            note="XLA: plain JAX. jaxkern: the same program under jaxkern.accelerate(). Beside the marks: how many times as fast "
+            "jaxkern is as XLA. PyTorch Geometric runs the same model in the fastest of four ways.",
         )
-        environment = data["environment"]
-        figure.suptitle(f"{environment['device']}, jax {environment['jax']}, {environment['date'][:10]}", fontsize=10)
-        figure.tight_layout(rect=(0, 0.04, 1, 0.98))
-        path = stem.with_name(f"{stem.name}-{op}.png")
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-        written.append(path)
+    }
+
+
+def _factor(ratio: float) -> str:
+    return (
+        f"{ratio:,.0f}×".replace(",", "\u00a0")
+        if ratio >= 10
+        else f"{ratio:.1f}×"
+        if ratio >= 1.995
+        else f"{ratio:.2f}×"
+    )
+
+
+# ---- several devices
+
+
+def _sharding(files: Files) -> dict[str, Figure]:
+    """The fraction of perfect scaling, weak and strong apart."""
+    found: dict[str, list[Row]] = {}
+    for weak in (True, False):
+        for data, r in cells(files, lambda r: r["devices"] > 1 and (r["group"] != "classes") == weak):
+            n = r["devices"]
+            kind = (
+                "Weak scaling: each has the work of one alone" if weak else "Strong scaling: they share the work of one"
+            )
+            points = tuple(Point(who, r["scaling"][who]) for who in (_goals.OURS, "xla"))
+            rows = found.setdefault(titled(files, data, f"{kind}, {n} GPUs"), [])
+            rows.append(Row(_words.SPLITS.get(r["of"], r["of"]), points))
+    figure = _compose.figure(
+        files,
+        "Several GPUs: the fraction of perfect scaling",
+        [Dots(heading, tuple(rows)) for heading, rows in found.items()],
+        x=Axis("speed as a fraction of perfect scaling", "better", log=False),
+        base="1: perfect scaling",
+        note="Each implementation is compared with itself on one GPU. A mark further to the right is not a faster program: the times "
+        "are in the table.",
+    )
+    return {"sharding": figure} if found else {}
+
+
+# ---- everything
+
+
+OPERATIONS: dict[str, Callable[[Files], dict[str, Figure]]] = {
+    "programs": _programs,
+    "sharding": _sharding,
+    "softmax": _softmax,
+    "fused_softmax": _simple("fused_softmax", "Attention weights in one pass", _words.operation),
+    "score": _simple("score", "Softmax of a function of scores", _words.operation),
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _simple(
+        "linear_cross_entropy",
+        "The last product of a language model with its loss",
+        lambda r: _words.case("linear_cross_entropy", r).split(":")[0],
+        base="xla",
+        note="Llama 3: 8 192 tokens, 4 096 features, 128 256 words. GPT-2: 32 768 tokens, 768 features, 50 257 words. The memory is "
+        "what the gradient may take beside its operands and results.",
+    ),
+    "norm": _norm,
+    "quantize": _simple("quantize", "Quantisation to 8 bits", _words.operation, by_dtype=True),
+    "reduction": _simple(
+        "reduction",
+        "Reductions, geometric mean of five",
+        lambda r: _words.case("reduction", r),
+        by_dtype=True,
+        note="sum, mean, maximum, minimum and logsumexp.",
+    ),
+    "elementwise": _elementwise,
+    "elementwise_kernel": _simple(
+        "elementwise_kernel",
+        "Own elementwise functions",
+        lambda r: _words.case("elementwise_kernel", r),
+        panel=lambda r: f"{_words.operation(r)}: {_words.direction(r)}",
+    ),
+    "row_kernel": _simple("row_kernel", "Own functions of rows", _words.operation, by_dtype=True),
+    "index_add": _index_add,
+    "segment_softmax": _segment_softmax,
+    "messages": _messages,
+    "sparse": _simple("sparse", "Bags, experts, attention and products on graphs", _words.operation, by_dtype=True),
+    "scan": _scan,
+    "while_loop": _while_loop,
+    "associative_scan": _simple(
+        "associative_scan",
+        "Cumulative sums and recurrences by an associative operation",
+        lambda r: _words.case("associative_scan", r),
+        panel=lambda r: {"recurrence": "linear recurrence"}.get(r["op"], r["op"]),
+        by_dtype=True,
+    ),
+}
+
+
+def load(folder: pathlib.Path = RESULTS) -> Files:
+    """Every result file of a folder, in the order of OPERATIONS."""
+    files = [_report.load(path) for path in sorted(folder.glob("*.json"))]
+    order = list(OPERATIONS)
+    return sorted(files, key=lambda d: order.index(d["operation"]) if d["operation"] in order else len(order))
+
+
+def figures(files: Files) -> dict[str, Figure]:
+    """{name: figure} of operations, whose names begin with the operation's."""
+    found: dict[str, Figure] = {}
+    for operation, draw in OPERATIONS.items():
+        if of := [data for data in files if data["operation"] == operation]:
+            found |= {name: figure for name, figure in draw(of).items() if any(_compose.implementations(figure.panels))}
+    return found
+
+
+def everything(files: Files) -> dict[str, Figure]:
+    """Those of operations, and those of all operations together."""
+    whole = {"speed": _overview.speed(files), "kernels": _overview.kernels(files), "losses": _overview.losses(files)}
+    return whole | figures(files)
+
+
+def write(found: dict[str, Figure], folder: pathlib.Path) -> list[pathlib.Path]:
+    """FOLDER/NAME-light.svg and NAME-dark.svg of each figure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, figure in found.items():
+        for theme in palette.THEMES:
+            path = folder / f"{name}-{theme}.svg"
+            path.write_text(_svg.lay_out(figure, theme).svg())
+            written.append(path)
     return written
 
 
-DIRECTIONS = {"forward": "forward", "backward": "gradient", "both": "value and gradient", "step": "step"}
+def plot(data: dict[str, Any], stem: pathlib.Path) -> list[pathlib.Path]:
+    """The figures of one result file, beside it: STEM-light.svg, or STEM-PART-light.svg of several."""
+    named = {stem.name + name.removeprefix(data["operation"]): figure for name, figure in figures([data]).items()}
+    return write(named, stem.parent)
 
 
-def speeds(data: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """{direction: {implementation: its speed as a fraction of a copy's}}, geometric means over all cells of a file."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for r in data["results"]:
-        times = _report.medians(r)
-        if _goals.COPY not in times or _goals.OURS not in times or _report.is_compute_bound(data, r):
-            continue
-        for name, us in times.items():
-            if name in STYLES and name != _goals.COPY:
-                ratios = found.setdefault(r["direction"], {}).setdefault(name, [])
-                ratios.append(math.log(times[_goals.COPY] / us))
-    return {d: {k: math.exp(sum(v) / len(v)) for k, v in who.items()} for d, who in found.items()}
-
-
-def overview(files: list[dict[str, Any]], path: pathlib.Path) -> pathlib.Path:
-    """Draws a row for each family and direction: speeds as fractions of a plain copy's, on a logarithmic axis."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = []
-    for data in sorted(files, key=lambda data: data["operation"], reverse=True):
-        for direction, who in reversed(speeds(data).items()):
-            rows.append((f"{data['operation']}, {DIRECTIONS.get(direction, direction)}", who))
-    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.22 * len(rows)))
-    for name, label in {"torch": "PyTorch", "xla": "XLA", "jaxkern": "jaxkern"}.items():
-        points = [(who[name], k) for k, (_, who) in enumerate(rows) if name in who]
-        style = {k: v for k, v in STYLES[name].items() if k in ("color", "marker", "zorder")}
-        if points:
-            axis.scatter(*zip(*points), label=label, s=30, **style)
-    axis.axvline(1, label="copy", **STYLES["copy"])
-    axis.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
-    axis.set_xscale("log")
-    axis.grid(alpha=0.25)
-    axis.set_xlabel("fraction of the speed of a copy of the same bytes (geometric mean)")
-    axis.set_title(", ".join(dict.fromkeys(data["environment"]["device"] for data in files)), fontsize=10)
-    figure.legend(fontsize=8, loc="lower center", ncols=4, frameon=False)
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
-
-
-def _programs(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
-    """How many times faster each program is, on a logarithmic axis; where it was measured, beside PyTorch Geometric."""
-    times = [(r, _report.medians(r)) for r in data["results"]]
-    rows = [
-        (f"{r['case']}, {r['dtype']}", t["xla"] / t[_goals.OURS], t.get("pyg", 0) / t[_goals.OURS])
-        for r, t in times
-        if {"xla", _goals.OURS} <= t.keys()
-    ]
-    if not rows:
-        return []
-    rows.sort(key=lambda row: row[1])
-    names, ratios, peers = zip(*rows)
-    figure, axis = plt.subplots(figsize=(8, 0.8 + 0.28 * len(rows)))
-    bars = axis.barh(names, ratios, color=STYLES["xla"]["color"], left=0, label="plain JAX")
-    for k, (ratio, peer) in enumerate(zip(ratios, peers)):
-        text = f"{ratio:.0f}" if ratio >= 100 else f"{ratio:.3g}"
-        at = peer if ratio < peer < 2 * ratio else ratio  # a number behind the bar, or behind the marker beside it
-        style = {"color": STYLES["xla"]["color"], "va": "center", "fontsize": 8}
-        axis.annotate(text, (at, k), xytext=(5, 0), textcoords="offset points", **style)
-    if points := [(peer, k) for k, peer in enumerate(peers) if peer]:
-        style = {"color": STYLES["pyg"]["color"], "marker": STYLES["pyg"]["marker"], "edgecolors": "white", "zorder": 5}
-        marks = axis.scatter(*zip(*points), s=36, linewidths=0.6, label="PyTorch Geometric", **style)
-        axis.legend(handles=[bars, marks], fontsize=8, loc="lower right", frameon=False)
-    axis.set_xscale("log")
-    axis.margins(x=0.12)
-    axis.axvline(1, color="#999999", lw=0.8)
-    what = "a plain step" if not any(peers) else "a step"
-    axis.set_xlabel(f"time of {what} / time under jaxkern.accelerate()")
-    axis.tick_params(labelsize=8)
-    axis.set_title(f"{data['environment']['device']}, jax {data['environment']['jax']}", fontsize=10)
-    figure.tight_layout()
-    path = stem.with_name(f"{stem.name}.png")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return [path]
-
-
-def _skew(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
-    """One panel per dtype and operation, over the cases of one shape from even indices to all on one row."""
-    rows = [r for r in data["results"] if r["group"] == "skew" and "copy" in _report.medians(r)]
-    if not rows:
-        return []
-    dtypes, ops = (list(dict.fromkeys(r[k] for r in rows)) for k in ("dtype", "op"))
-    figure, axes = plt.subplots(len(ops), len(dtypes), figsize=(4.6 * len(dtypes), 3.4 * len(ops)), squeeze=False)
-    for i, op in enumerate(ops):
-        for j, dtype in enumerate(dtypes):
-            mine, axis = [r for r in rows if r["op"] == op and r["dtype"] == dtype], axes[i][j]
-            for name in dict.fromkeys(k for r in mine for k in _report.medians(r) if k != "copy" and ":" not in k):
-                points = [(k, t[name] / t["copy"]) for k, t in enumerate(map(_report.medians, mine)) if name in t]
-                axis.plot(*zip(*points), label=name, **{"markersize": 4} | STYLES.get(name, {}))
-            axis.axhline(1, label="floor", **STYLES["copy"])
-            axis.set_xticks(range(len(mine)), [r["kind"] for r in mine], rotation=30, fontsize=8)
-            axis.set_yscale("log")
-            axis.set_title(f"{op}, {dtype}", fontsize=10)
-            axis.grid(alpha=0.25)
-        axes[i][0].set_ylabel("time / floor")
-    axes[0][0].legend(fontsize=8, frameon=False)
-    environment = data["environment"]
-    figure.suptitle(
-        f"{rows[0]['case'].rsplit(' ', 1)[0]}: {environment['device']}, jax {environment['jax']}", fontsize=10
-    )
-    figure.tight_layout()
-    path = stem.with_name(f"{stem.name}-skew.png")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return [path]
-
-
-def _loops(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
-    """A panel for each number of steps: the time of a loop against its lanes."""
-    rows = [r for r in data["results"] if r["group"] == "lanes"]
-    lengths = sorted({r["shape"][0] for r in rows})
-    if not rows:
-        return []
-    figure, axes = plt.subplots(1, len(lengths), figsize=(3.4 * len(lengths), 3.4), squeeze=False, sharey=True)
-    labels = {"xla": "lax.scan", "associative_scan": "lax.associative_scan"}
-    for axis, length in zip(axes[0], lengths):
-        mine = sorted((r for r in rows if r["shape"][0] == length), key=lambda r: r["shape"][1])
-        for name in dict.fromkeys(k for r in mine for k in _report.medians(r)):
-            points = [(r["shape"][1], t[name]) for r, t in zip(mine, map(_report.medians, mine)) if name in t]
-            axis.plot(*zip(*points), label=labels.get(name, name), **{"markersize": 4} | STYLES.get(name, {}))
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_title(f"{length} steps", fontsize=10)
-        axis.set_xlabel("lanes")
-        axis.grid(alpha=0.25)
-    axes[0][0].set_ylabel("us")
-    axes[0][-1].legend(fontsize=8, frameon=False)
-    environment = data["environment"]
-    figure.suptitle(f"linear recurrence, float32: {environment['device']}, jax {environment['jax']}", fontsize=10)
-    figure.tight_layout()
-    path = stem.with_name(f"{stem.name}.png")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return [path]
-
-
-def _scaling(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
-    """One column per case: the time of a call, and the fraction of perfect scaling, against the number of devices."""
-    names = list(dict.fromkeys(r["of"] for r in data["results"]))
-    figure, axes = plt.subplots(2, len(names), figsize=(2.6 * len(names), 5.4), squeeze=False, sharex=True)
-    for (above, below), name in zip(axes.T, names):
-        rows = [r for r in data["results"] if r["of"] == name]
-        devices = [r["devices"] for r in rows]
-        for who in rows[0]["scaling"]:
-            style = {"markersize": 4} | STYLES.get(who, {})
-            above.plot(devices, [_report.medians(r)[who] / 1000 for r in rows], label=who, **style)
-            below.plot(devices, [r["scaling"][who] for r in rows], label=who, **style)
-        for goal in rows[-1]["goals"]:
-            below.axhline(goal["required"], label="goal", **STYLES["copy"])
-        below.set_xscale("log", base=2)
-        below.set_xticks(devices, [str(n) for n in devices])
-        above.set_ylim(bottom=0)
-        below.set_ylim(0, max(1.15, 1.05 * max(v for r in rows for v in r["scaling"].values())))
-        above.set_title(name, fontsize=9)
-        below.set_xlabel("devices")
-        above.grid(alpha=0.25)
-        below.grid(alpha=0.25)
-    axes[0][0].set_ylabel("ms per call")
-    axes[1][0].set_ylabel("fraction of perfect scaling")
-    axes[1][0].legend(fontsize=8, frameon=False)
-    environment = data["environment"]
-    figure.suptitle(f"{environment['device']}, jax {environment['jax']}, {environment['date'][:10]}", fontsize=10)
-    figure.tight_layout()
-    path = stem.with_name(f"{stem.name}.png")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return [path]
-
-
-def _panel(axis: Any, rows: list[dict[str, Any]]) -> None:
-    rows = sorted(rows, key=lambda r: r["width"])
-    lines: dict[str, list[tuple[int, float]]] = {}
-    elsewhere: dict[str, list[tuple[int, float]]] = {}
-    for r in rows:
-        times = _report.medians(r)
-        for name, us in times.items():
-            if ":" not in name:
-                lines.setdefault(name, []).append((r["width"], r["bytes"] / us / 1e3))
-        if "copy" in times and r["group"] == "sweep":
-            known = _goals.published("softmax", r["direction"], _report._itemsize(r["dtype"]), r["width"])
-            for peer, ratio in known.items():
-                elsewhere.setdefault(peer, []).append((r["width"], r["bytes"] / times["copy"] / 1e3 * ratio))
-    for peer, points in elsewhere.items():
-        axis.plot(*zip(*points), label=f"{peer} (elsewhere)", **STYLES.get(peer, {}), **THIN)
-    for name, points in lines.items():
-        axis.plot(*zip(*points), label=name, **{"markersize": 4, "linewidth": 1.3} | STYLES.get(name, {}))
-    axis.set_xscale("log", base=2)
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.25)
+def plot_all() -> list[pathlib.Path]:
+    """All figures of benchmarks/results, to docs/figures, where there are no others afterwards."""
+    written = write(everything(load()), FIGURES)
+    for path in set(FIGURES.glob("*.svg")) - set(written):
+        path.unlink()
+    return written

@@ -1,16 +1,13 @@
 """What mkdocs runs while it builds the site: figures and tables from the repository's own files, and checks of the result.
 
 `{{ name }}` in a page stands for the Markdown that `FILL[name]` returns, and `{{ name:argument }}` for `FILL[name](argument)`.
-Figures are drawn from benchmarks/results by benchmarks/_plot.py and exist in the built site only.
+Figures and tables of measurements are docs/measured.py's.
 """
 
-import functools
 import html.parser
-import math
 import pathlib
 import re
 import sys
-import tempfile
 import urllib.parse
 
 from mkdocs.exceptions import PluginError
@@ -22,186 +19,23 @@ for folder in (ROOT, ROOT / "docs"):
         sys.path.insert(0, str(folder))
 
 import counterparts as pairs  # noqa: E402
+import measured  # noqa: E402
+from measured import table  # noqa: E402
 
-from benchmarks import _goals, _plot, _report  # noqa: E402
+from benchmarks import _goals  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
-
-
-# ---- figures
+# ---- figures and drawings
 
 
 def on_files(files, config):
-    for name, content in _figures().items():
-        files.append(File.generated(config, f"figures/{name}", content=content))
+    """The drawings of docs/drawings for dark pages. The figures of docs/figures have both variants in the repository."""
+    for path in sorted((ROOT / "docs" / "drawings").glob("*.svg")):
+        name = f"drawings/{path.stem}-dark.svg"
+        files.append(File.generated(config, name, content=measured.darkened(path.read_text())))
     return files
 
 
-@functools.cache
-def _results() -> dict:
-    """{stem of the file: its content} of every committed result."""
-    return {path.stem: _report.load(path) for path in sorted(RESULTS.glob("*.json"))}
-
-
-def _devices() -> dict:
-    devices: dict = {}
-    for stem, data in _results().items():
-        devices.setdefault(stem.split("-", 1)[1], []).append(data)
-    return devices
-
-
-@functools.cache
-def _figures() -> dict:
-    """{name: PNG} of every figure that the committed results give."""
-    drawn = {}
-    with tempfile.TemporaryDirectory() as folder:
-        paths = []
-        for stem, data in _results().items():
-            paths += _plot.plot(data, pathlib.Path(folder) / stem)
-        for device, of_device in _devices().items():
-            paths.append(
-                _plot.overview(of_device, pathlib.Path(folder) / f"kernels-{device}.png")
-            )
-        for path in paths:
-            drawn[path.name] = path.read_bytes()
-    return drawn
-
-
 # ---- what pages are filled with
-
-
-def table(head, rows) -> str:
-    cells = lambda row: "| " + " | ".join(str(c).replace("|", "\\|") for c in row) + " |"
-    return "\n".join([cells(head), "|" + "---|" * len(head), *map(cells, rows)])
-
-
-def figures(operation: str) -> str:
-    """The figures of one operation, of every device; "kernels" are the overviews."""
-    names = [
-        name
-        for name in _figures()
-        if re.fullmatch(rf"{re.escape(operation)}-[^-]+(-.*)?\.png", name)
-    ]
-    return "\n\n".join(
-        f"![{name.removesuffix('.png')}](figures/{name}){{ .figure }}" for name in names
-    )
-
-
-def results(operation: str) -> str:
-    """Header, figures and tables of one operation's result files."""
-    text = []
-    for data in (d for stem, d in _results().items() if stem.split("-")[0] == operation):
-        text += [f"*{_report.header(data)}*", figures(operation), _rows(data), _verdicts(data)]
-    return "\n\n".join(t for t in text if t)
-
-
-def _rows(data) -> str:
-    if data["operation"] == "programs":
-        return _programs(data)
-    if data["operation"] == "sharding":
-        return _sharding(data)
-    groups: dict = {}
-    for r in data["results"]:
-        times = _report.medians(r)
-        if _goals.OURS in times:
-            if _report.is_compute_bound(data, r):
-                times.pop(_goals.COPY, None)
-            groups.setdefault((r["op"], r["direction"], r["dtype"]), []).append(times)
-    if data["operation"] == "elementwise":  # 65 operations: one row for each dtype
-        merged: dict = {}
-        for (_, direction, dtype), cells in groups.items():
-            merged.setdefault(("all", direction, dtype), []).extend(cells)
-        groups = merged
-    rows = []
-    for (op, direction, dtype), cells in groups.items():
-        speed = [t["xla"] / t[_goals.OURS] for t in cells if "xla" in t]
-        copy = [t[_goals.COPY] / t[_goals.OURS] for t in cells if _goals.COPY in t]
-        range_ = f"{min(speed):.2f} to {_number(max(speed))}" if speed else "-"
-        rows.append(
-            [f"`{op}`", direction, dtype, len(cells), _mean(speed), range_, _mean(copy)]
-        )
-    head = [
-        "operation",
-        "direction",
-        "dtype",
-        "cells",
-        "times as fast as XLA",
-        "range",
-        "fraction of a copy's speed",
-    ]
-    return table(head, rows)
-
-
-def _number(value) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _mean(values) -> str:
-    return _number(math.exp(sum(map(math.log, values)) / len(values))) if values else "-"
-
-
-def _programs(data) -> str:
-    rows, peer = [], any("pyg" in r["times"] for r in data["results"])
-    for r in data["results"]:
-        t = _report.medians(r)
-        ours, plain = t.get(_goals.OURS), t.get("xla")
-        taken = sum(d["taken"] for d in r["decisions"])
-        ratio = f"{_number(plain / ours)}" if ours and plain else "-"
-        ms = lambda us: (
-            "-" if us is None else f"{us / 1000:.3g}" if us < 1e6 else f"{us / 1000:.0f}"
-        )
-        others = [ms(plain), *([ms(t.get("pyg"))] if peer else [])]
-        rows.append(
-            [
-                r["case"],
-                r["dtype"],
-                ms(ours),
-                *others,
-                ratio,
-                f"{taken} of {len(r['decisions'])}",
-            ]
-        )
-    others = ["plain, ms", *["PyTorch Geometric, ms"] * peer]
-    return table(
-        ["program", "dtype", "accelerated, ms", *others, "times as fast", "operations taken"],
-        rows,
-    )
-
-
-def _sharding(data) -> str:
-    rows = []
-    for r in data["results"]:
-        t = _report.medians(r)
-        sent = (
-            ", ".join(f"{count} {kind}" for kind, count in r["sent"][_goals.OURS].items())
-            or "nothing"
-        )
-        scaling = [f"{r['scaling'][who]:.2f}" for who in (_goals.OURS, "xla")]
-        times = [_report.time_text(t.get(who)) for who in (_goals.OURS, "xla")]
-        rows.append([r["of"], r["dtype"], r["devices"], *times, *scaling, sent])
-    return table(
-        ["case", "dtype", "devices", "jaxkern, µs", "XLA, µs", "scaling", "of XLA", "sent"],
-        rows,
-    )
-
-
-def _verdicts(data) -> str:
-    goals = [(r, g) for r in data["results"] for g in r["goals"]]
-    missed = [(r, g) for r, g in goals if not g["met"]]
-    if not goals:
-        return ""
-    lines = [f"    * {_report._label(r)}: {_goals.describe(g)}" for r, g in missed]
-    title = f'??? note "Goals met: {len(goals) - len(missed)} of {len(goals)}"\n\n'
-    return title + ("\n".join(lines) if lines else "    All of them.")
-
-
-def all_results() -> str:
-    """A section for each operation that has results."""
-    names = dict.fromkeys(stem.split("-")[0] for stem in _results())
-    own = ("programs", "sharding")  # have sections of their own on the page
-    return "\n\n".join(
-        f"## {n.replace('_', ' ').capitalize()}\n\n{results(n)}" for n in names if n not in own
-    )
 
 
 def taken() -> str:
@@ -342,9 +176,10 @@ def version() -> str:
 FILL = {
     f.__name__: f
     for f in (
-        figures,
-        results,
-        all_results,
+        measured.figures,
+        measured.results,
+        measured.all_results,
+        measured.losses,
         elementwise,
         elementwise_reference,
         counterparts,
@@ -368,7 +203,11 @@ def on_page_markdown(markdown, page, config, files):
         text = FILL[name](argument) if argument else FILL[name]()
         return text.replace("](figures/", f"]({'../' * page.file.src_uri.count('/')}figures/")
 
-    return re.sub(r"\{\{ (\w+)(?::([\w./-]+))? \}\}", fill, markdown)
+    markdown = re.sub(r"\{\{ (\w+)(?::([\w./-]+))? \}\}", fill, markdown)
+    drawing = r"!\[([^\]]*)\]\(((?:\.\./)*drawings/[\w-]+)\.svg\)(\{[^}]*\})?"
+    return re.sub(
+        drawing, lambda m: measured.pair(m[1], m[2], "{0}.svg", "{0}-dark.svg"), markdown
+    )
 
 
 # ---- checks of the built site

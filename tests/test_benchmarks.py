@@ -281,7 +281,6 @@ def test_a_peer_that_fails_is_a_note(monkeypatch, tmp_path, capsys):
     assert [set(row["loss"]) - {_goals.OURS, "xla"} for row in rows] == [{"pyg"}, set()]
     assert _report.medians(rows[0])["pyg"] == 1e6 and "pyg" not in _report.medians(rows[1])
     assert "1000000" in programs.table(data) and "pyg: out of memory" in _report.summary(data)
-    pytest.importorskip("matplotlib")
     assert _plot.plot(data, path.with_suffix(""))[0].stat().st_size > 0
     found = [p for p in programs.programs() if p.name == "interaction network"]
     assert programs._peer(found[0], found[0].make("float32", True), 0, {}) is None

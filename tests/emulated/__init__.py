@@ -101,10 +101,9 @@ def _bytes(arg, address) -> bytes:
     return out + bytes(-len(out) % layout(arg)[1])
 
 
-def run(plan: launch.Plan, operands, results, unaligned=False, fused=False, aliases=()):
+def run(plan: launch.Plan, operands, results, unaligned=False, fused=False):
     """The results, arrays of these (shape, dtype), of a plan on NumPy arrays.
 
-    aliases: pairs of an operand and the result that has its memory.
     fused: products and sums are contracted to multiply-adds, as NVRTC does, if `has_fused()`.
     """
     steps = plan.unaligned if unaligned and plan.unaligned is not None else plan.launches
@@ -118,9 +117,6 @@ def run(plan: launch.Plan, operands, results, unaligned=False, fused=False, alia
         "result": [_Guarded(poison(shape, dtype)) for shape, dtype in results],
         "scratch": [_Guarded(np.full(max(plan.scratch, 1), 0xA5, np.uint8))],
     }
-    for operand, result in aliases:
-        buffers["operand"][operand] = buffers["result"][result]
-        buffers["result"][result].array[...] = operands[operand]
     n = 0
     for step in steps:
         if isinstance(step, launch.Memset):

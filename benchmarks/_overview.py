@@ -1,0 +1,126 @@
+"""Figures of all operations together: README.md's, how near kernels come to a copy, and where others are faster."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from benchmarks import _compose, _goals, _report, _words
+from benchmarks._compose import OF_COPY, Cell, Files
+from benchmarks._svg import Axis, Dots, Figure, Point, Row
+
+
+def _speeds(data: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """{direction: {implementation: its speed as a fraction of a copy's}}, geometric means over all cells of a file."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for r in data["results"]:
+        times = _report.medians(r)
+        if _goals.COPY in times and _goals.OURS in times and not _report.is_compute_bound(data, r):
+            of = found.setdefault(_words.direction(r), {})
+            for who in (_goals.OURS, "xla", "torch"):
+                if who in times:
+                    of.setdefault(who, []).append(times[_goals.COPY] / times[who])
+    return {d: {who: _compose.mean(v) for who, v in of.items()} for d, of in found.items()}
+
+
+def kernels(files: Files) -> Figure:
+    """A row for each family and direction."""
+    panels: dict[str, list[Row]] = {}
+    for data in files:
+        rows = panels.setdefault(data["environment"]["device"], [])
+        for direction, of in _speeds(data).items():
+            words = f"{_words.FAMILIES[data['operation']]}, {direction}"
+            rows.append(Row(words, tuple(Point(who, v) for who, v in of.items())))
+    shown = [Dots(gpu, tuple(rows)) for gpu, rows in panels.items() if rows]
+    used = [data for data in files if _speeds(data)]
+    return _compose.figure(
+        used,
+        "How near kernels come to the speed of a copy",
+        shown,
+        x=OF_COPY,
+        base="1: a copy of the same bytes",
+        note="Geometric means over all shapes and dtypes that were measured, so the implementations of a row have the same cells "
+        "only where all of them ran.",
+    )
+
+
+def speed(files: Files) -> Figure:
+    """README.md's figure: how many times as fast as plain JAX programs and loops are, each measurement a dot."""
+    panels = []
+    for data in (d for d in files if d["operation"] == "programs"):
+        found: dict[str, list[tuple[Point | None, str]]] = {}
+        for r in data["results"]:
+            times = _report.medians(r)
+            if _goals.OURS in times:
+                ratio = _compose.ratio(times) if "xla" in times else None
+                point = Point(_goals.OURS, ratio, r["dtype"] == "float32") if ratio else None
+                found.setdefault(_short(r["case"]), []).append((point, "" if point else _compose.ended(r)))
+        rows = []
+        for words, of in found.items():
+            points = tuple(p for p, _ in of if p)
+            beyond = next((text for p, text in of if text), "")
+            rows.append(Row(words, points, _compose.range_of(points) if points else "", beyond))
+        rows.sort(key=lambda row: (bool(row.beyond), max((p.value for p in row.points), default=math.inf)))
+        gpu = _words.device(data["environment"])
+        panels.append(Dots(f"Training steps of unchanged programs ({gpu})", tuple(rows)))
+    loops: dict[str, list[Row]] = {}
+    for data in (d for d in files if d["operation"] in ("scan", "while_loop")):
+        times = [_report.medians(r) for r in data["results"] if r["direction"] == "forward"]
+        points = tuple(Point(_goals.OURS, _compose.ratio(t)) for t in times if {"xla", _goals.OURS} <= t.keys())
+        kinds = len({r["op"] for r in data["results"]})
+        row = Row(f"lax.{data['operation']}, {kinds} loops", points, _compose.range_of(points))
+        loops.setdefault(_words.device(data["environment"]), []).append(row)
+    panels += [Dots(f"Loops ({gpu})", tuple(rows)) for gpu, rows in loops.items()]
+    used = [d for d in files if d["operation"] in ("programs", "scan", "while_loop")]
+    return _compose.figure(
+        used,
+        "How many times as fast as plain JAX",
+        panels,
+        x=Axis("times as fast as plain JAX", "faster"),
+        base="1: plain JAX (XLA)",
+        base_who="xla",
+        note="A dot for each measurement. Programs: filled for bfloat16, hollow for float32. Loops: in float32, with different "
+        "bodies and numbers of steps and lanes.",
+    )
+
+
+def _short(name: str) -> str:
+    """Programs that differ in the library they are written with have one row."""
+    first, *rest = name.split(", ")
+    words = {"transformer": "transformers", "embedding": "embedding", "click model": "click model"}
+    words["vocabulary head"] = "vocabulary head"
+    kind = [{"zipf": "skewed", "uniform": "even"}[k] for k in rest if k in ("zipf", "uniform")]
+    return ", ".join([words.get(first, _words.PROGRAMS.get(first, first)), *kind])
+
+
+def slower(data: dict[str, Any]) -> list[tuple[float, str, Cell]]:
+    """(how many times as fast the fastest other implementation is, which, cell) where jaxkern is slower than noise; worst first."""
+    found = []
+    for r in data["results"]:
+        times = _report.medians(r)
+        others = [k for k in ("xla", "associative_scan", "torch", "pyg") if k in times]
+        if others and _goals.OURS in times:
+            who = min(others, key=times.__getitem__)
+            if times[_goals.OURS] > times[who] * (1 + _goals.NOISE):
+                found.append((times[_goals.OURS] / times[who], who, r))
+    return sorted(found, key=lambda f: -f[0])
+
+
+def losses(files: Files) -> Figure:
+    """The worst cell of each operation in which another implementation is faster."""
+    used = [(data, found[0]) for data in files if (found := slower(data))]
+    rows = []
+    for data, (ratio, who, r) in sorted(used, key=lambda row: -row[1][0]):
+        words = _words.case(data["operation"], r)
+        if data["operation"] not in ("sharding", "programs"):
+            words = f"{_words.operation(r)}, {_words.direction(r)}, {r['dtype']}: {words}"
+        rows.append(Row(words, (Point(who, ratio),), f"{ratio:.2f}×"))
+    return _compose.figure(
+        [data for data, _ in used],
+        "Where others are faster: the worst case of each family",
+        [Dots("", tuple(rows))],
+        x=Axis("times as fast as jaxkern", "the other is faster"),
+        base="1: jaxkern",
+        base_who=_goals.OURS,
+        note="Families that are missing have no such case. Differences below 3 % are noise.",
+    )

@@ -1,0 +1,167 @@
+"""Figures and tables of the committed measurements, for the pages of the site.
+
+Figures are the files of docs/figures, which `python -m benchmarks plot` draws from benchmarks/results.
+"""
+
+import functools
+import re
+
+from benchmarks import _compose, _goals, _overview, _plot, _report, _words, palette
+
+DARKER = {  # of the drawings, by hand: colours on white, and the same on a dark page
+    **{"#222": palette.INK["dark"], "#444": "#b8c0c8", "#555": palette.MUTED["dark"]},
+    **{"#777": "#9aa4ae", "#999": "#7d8792", "#bbb": "#5b6570"},
+    **{"#eef2ff": "#1f2a4d", "#dbe4ff": "#2a3866", "#4051b5": "#8c9eff"},
+    **{"#fff4e0": "#3d2e12", "#ffe3c2": "#54401c", "#d98200": "#ffb74d"},
+    **{"#e6f6ea": "#15331f", "#d3f0dc": "#1d452a", "#2e8b4f": "#5fd38d"},
+    **{"#f3f3f3": "#2a2f36", "#f3d6ee": "#4a2a45", '"white"': '"none"'},
+}
+
+
+def darkened(drawing) -> str:
+    """An SVG drawing with the colours of DARKER."""
+    return re.sub(r'#[0-9a-f]{6}\b|#[0-9a-f]{3}\b|"white"', lambda m: DARKER[m[0]], drawing)
+
+
+def pair(words, name, light="{0}-light.svg", dark="{0}-dark.svg") -> str:
+    """The two variants of an image; the theme shows one of them."""
+    files = ((light, "light"), (dark, "dark"))
+    return " ".join(f"![{words}]({file.format(name)}#only-{theme})" for file, theme in files)
+
+
+def table(head, rows) -> str:
+    cells = lambda row: "| " + " | ".join(str(c).replace("|", "\\|") for c in row) + " |"
+    return "\n".join([cells(head), "|" + "---|" * len(head), *map(cells, rows)])
+
+
+@functools.cache
+def _results() -> list:
+    """The content of every committed result file."""
+    return _plot.load()
+
+
+@functools.cache
+def _titles() -> dict:
+    """{name: title} of every committed figure."""
+    return {name: figure.title for name, figure in _plot.everything(_results()).items()}
+
+
+def figures(name: str) -> str:
+    """The figure of a name, and those whose names begin with it and a hyphen."""
+    found = [n for n in _titles() if n == name or n.startswith(f"{name}-")]
+    return "\n\n".join(pair(_titles()[n], f"figures/{n}") for n in found)
+
+
+def results(operation: str) -> str:
+    """Figures of an operation; of each of its files the header and the tables."""
+    text = [figures(operation)]
+    for data in (d for d in _results() if d["operation"] == operation):
+        text += [f"*{_report.header(data)}*", _rows(data), _verdicts(data)]
+    return "\n\n".join(t for t in text if t)
+
+
+def _rows(data) -> str:
+    if data["operation"] == "programs":
+        return _programs(data)
+    if data["operation"] == "sharding":
+        return _sharding(data)
+    groups: dict = {}
+    for r in data["results"]:
+        times = _report.medians(r)
+        if _goals.OURS in times:
+            if _report.is_compute_bound(data, r):
+                times.pop(_goals.COPY, None)
+            one = data["operation"] == "elementwise"  # 65 operations: one row for each dtype
+            op = "all of them" if one else _words.operation(r)
+            groups.setdefault((op, _words.direction(r), r["dtype"]), []).append(times)
+    rows = []
+    for (op, direction, dtype), cells in groups.items():
+        speed = [t["xla"] / t[_goals.OURS] for t in cells if "xla" in t]
+        copy = [t[_goals.COPY] / t[_goals.OURS] for t in cells if _goals.COPY in t]
+        range_ = f"{min(speed):.2f} to {_number(max(speed))}" if speed else "-"
+        rows.append([op, direction, dtype, len(cells), _mean(speed), range_, _mean(copy)])
+    head = ["operation", "direction", "dtype", "cells"]
+    return table([*head, "times as fast as XLA", "range", "fraction of a copy's speed"], rows)
+
+
+def _number(value) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _mean(values) -> str:
+    return _number(_compose.mean(values)) if values else "-"
+
+
+def _programs(data) -> str:
+    rows, peer = [], any("pyg" in r["times"] for r in data["results"])
+    for r in data["results"]:
+        times = _report.medians(r)
+        taken = sum(d["taken"] for d in r["decisions"])
+        ratio = _number(times["xla"] / times[_goals.OURS]) if "xla" in times else "-"
+        shown = (_goals.OURS, "xla", *["pyg"] * peer)
+        words = _words.case("programs", r)
+        cells = [words, r["dtype"], *(_milliseconds(r, who) for who in shown)]
+        rows.append([*cells, ratio, f"{taken} of {len(r['decisions'])}"])
+    head = ["program", "dtype", "jaxkern, ms", "XLA, ms", *["PyTorch Geometric, ms"] * peer]
+    return table([*head, "times as fast as XLA", "operations taken"], rows)
+
+
+def _milliseconds(r, who) -> str:
+    us, error = _report.medians(r).get(who), r["times"].get(who, {}).get("error", "")
+    if us is None:
+        seconds = re.search(r"did not end in (\d+) s|not within (\d+) s", error)
+        return f"no end in {seconds[1] or seconds[2]} s" if seconds else "-"
+    return f"{us / 1000:.3g}" if us < 1e6 else f"{us / 1000:.0f}"
+
+
+def _sharding(data) -> str:
+    rows = []
+    for r in data["results"]:
+        t = _report.medians(r)
+        sent = [f"{count} {kind}" for kind, count in r["sent"][_goals.OURS].items()]
+        scaling = [f"{r['scaling'][who]:.2f}" for who in (_goals.OURS, "xla")]
+        times = [_report.time_text(t.get(who)) for who in (_goals.OURS, "xla")]
+        kind = "strong" if r["group"] == "classes" else "weak"
+        case = [_words.SPLITS[r["of"]], r["dtype"], kind, r["devices"]]
+        rows.append([*case, *times, *scaling, ", ".join(sent) or "nothing"])
+    head = ["case", "dtype", "scaling", "GPUs", "jaxkern, µs", "XLA, µs"]
+    return table([*head, "of perfect, jaxkern", "of perfect, XLA", "sent"], rows)
+
+
+def _verdicts(data) -> str:
+    goals = [(r, g) for r in data["results"] for g in r["goals"]]
+    if not goals:
+        return ""
+    lines = [f"    * {_label(data, r)}: {_goals.describe(g)}" for r, g in goals if not g["met"]]
+    title = f'??? note "Goals met: {len(goals) - len(lines)} of {len(goals)}"\n\n'
+    return title + ("\n".join(lines) if lines else "    All of them.")
+
+
+def _label(data, r) -> str:
+    words = [_words.case(data["operation"], r), r["dtype"], _words.direction(r)]
+    if data["operation"] in ("programs", "sharding"):
+        return ", ".join(words[:2])
+    return f"{_words.operation(r)}, {', '.join(words)}"
+
+
+def all_results() -> str:
+    """A section for each operation that has results."""
+    names = dict.fromkeys(data["operation"] for data in _results())
+    own = ("programs", "sharding")  # have sections of their own on the page
+    code = lambda words: "_" in words.split(",")[0] or words == "scan"  # a name of the API
+    title = lambda n: w if code(w := _words.FAMILIES[n]) else w[0].upper() + w[1:]
+    return "\n\n".join(f"## {title(n)}\n\n{results(n)}" for n in names if n not in own)
+
+
+def losses() -> str:
+    """A row for each operation: in how many cells another implementation is faster, and where most."""
+    rows = []
+    for data in _results():
+        slower = _overview.slower(data)
+        compared = sum(len(_report.medians(r)) > 1 for r in data["results"])
+        worst = "-"
+        if slower:
+            ratio, who, r = slower[0]
+            worst = f"{palette.LOOKS[who].name} {ratio:.2f}×: {_label(data, r)}"
+        rows.append([_words.FAMILIES[data["operation"]], compared, len(slower), worst])
+    return table(["family", "cells", "jaxkern is slower in", "most in"], rows)

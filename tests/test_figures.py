@@ -1,0 +1,179 @@
+"""The figures of the documentation: committed as the results give them, readable in both themes, and in words.
+
+No program is compiled here: a figure is data, and its drawing knows where each text is.
+"""
+
+import itertools
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+import jaxkern
+from benchmarks import _plot, _report, _svg, _words, palette, programs
+
+NAMES = sorted(path.name.removesuffix("-light.svg") for path in _plot.FIGURES.glob("*-light.svg"))
+RAW = re.compile(r"\d+x\d+|\bn\d\d|2\^")  # a case as the result files name it
+
+
+@pytest.fixture(scope="module")
+def files():
+    return _plot.load()
+
+
+@pytest.fixture(scope="module")
+def figures(files):
+    return _plot.everything(files)
+
+
+def test_committed_figures_are_those_of_the_results(figures):
+    """If this fails, run `python -m benchmarks plot` and look at what changed."""
+    wanted = {
+        f"{name}-{theme}.svg": _svg.lay_out(figure, theme).svg()
+        for name, figure in figures.items()
+        for theme in palette.THEMES
+    }
+    found = {path.name: path.read_text() for path in _plot.FIGURES.glob("*.svg")}
+    assert sorted(found) == sorted(wanted)
+    assert [name for name in wanted if found[name] != wanted[name]] == []
+    assert sum(map(len, found.values())) < 1.2e6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_figure_can_be_read(name, figures):
+    figure = figures[name]
+    for theme in palette.THEMES:
+        drawing = _svg.lay_out(figure, theme)
+        assert _svg.overlapping(drawing) == []
+        assert len(drawing.marks) > len(figure.shown())  # more than the legend
+    assert min(_svg.SMALL, _svg.BODY, _svg.TITLE) * 400 / _svg.WIDTH >= 9
+    texts = [box.text for box in drawing.texts]
+    words = " ".join(texts)
+    assert not RAW.search(words), RAW.search(words)
+    value = figure.y or figure.x  # the axis of what was measured
+    arrow = ("↑" if value.larger else "↓") if figure.y else ("→" if value.larger else "←")
+    assert value.better.split()[-1] in ("faster", "better") and f"{arrow} {value.better}" in words
+    unit = ("ms", "µs", "GB/s", "fraction of", "times as fast")
+    assert any(u in value.quantity for u in unit), value.quantity
+    assert all(palette.LOOKS[who].name in texts for who in figure.shown())
+    assert not figure.base or figure.base in texts and figure.base.startswith("1: ")
+    assert re.search(r"NVIDIA H\d00.*, driver [\d.]+, JAX \d+\.\d+\.\d+, .*\d{4}-\d\d-\d\d", figure.environment)
+    assert ("fraction of" in value.quantity or "times as" in value.quantity) <= bool(figure.base or figure.y)
+
+
+def test_what_did_not_end_is_shown(files, figures):
+    rows = [r for data in files for r in data["results"] if data["operation"] == "programs"]
+    ends = [re.search(r"did not end in (\d+) s", r["times"]["xla"].get("error", "")) for r in rows]
+    wanted = sorted(f"XLA did not end in {end[1]} s" for end in ends if end)
+    texts = [box.text for box in _svg.lay_out(figures["programs"], "dark").texts]
+    assert wanted and sorted(text for text in texts if "did not end" in text) == wanted
+    assert any("did not end" in box.text for box in _svg.lay_out(figures["speed"], "light").texts)
+    assert any("50 s a call" in box.text for box in _svg.lay_out(figures["segment_softmax"], "light").texts)
+
+
+def test_every_cell_has_words(files):
+    own = (*_words.OPERATIONS, "training", "programs", "cross_entropy", "linear_cross_entropy", "reduce_min")
+    for data in files:
+        assert data["operation"] in _words.FAMILIES
+        for r in data["results"]:
+            words = _words.case(data["operation"], r)
+            assert words != r["case"] or data["operation"] == "programs"
+            assert not RAW.search(words), words
+            assert r["direction"] in _words.DIRECTIONS
+            known = r["op"] in own or hasattr(jaxkern, r["op"]) or data["operation"] == "elementwise"  # drawn as one
+            assert known, r["op"]
+
+
+def test_every_program_has_words():
+    for name in {p.name for p in programs.programs()}:
+        first, *rest = name.split(", ")
+        assert first in _words.PROGRAMS
+        assert all(
+            word in _words.DETAILS or word in ("jraph", "flax.linen", "flax.nnx", "equinox", "haiku") for word in rest
+        )
+
+
+def test_one_file_is_drawn_beside_it(tmp_path, files):
+    data = next(d for d in files if d["operation"] == "sharding")
+    path = _report.save(data, tmp_path)
+    written = _plot.plot(data, path.with_suffix(""))
+    assert [p.name for p in written] == ["sharding-NVIDIA_H200-light.svg", "sharding-NVIDIA_H200-dark.svg"]
+    assert all(p.parent == tmp_path and "</svg>" in p.read_text() for p in written)
+
+
+def test_gpus_are_side_by_side(files):
+    """The same operation of another GPU has panels of its own, which say so."""
+    one = next(d for d in files if d["operation"] == "row_kernel")
+    other = {**one, "environment": {**one["environment"], "device": "NVIDIA H100 80GB HBM3"}}
+    (figure,) = _plot.OPERATIONS["row_kernel"]([one, other]).values()
+    assert [p.heading for p in figure.panels] == ["H200: forward", "H200: gradient", "H100: forward", "H100: gradient"]
+    assert len(figure.environment.splitlines()) == 2
+
+
+def test_overlapping_texts_are_found():
+    drawing = _svg.Drawing("light", "", "")
+    drawing.height = 100
+    drawing.text(10, 20, "first")
+    drawing.text(30, 24, "second")
+    drawing.text(470, 60, "outside")
+    drawing.mark(12, 18, "xla")
+    assert _svg.overlapping(drawing) == [("first", "second"), ("first", "xla"), ("outside", "the edge")]
+
+
+def _linear(colour: str) -> np.ndarray:
+    srgb = np.array([int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)])
+    return np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+
+
+def _contrast(a: str, b: str) -> float:
+    bright = sorted(float(_linear(c) @ (0.2126, 0.7152, 0.0722)) for c in (a, b))
+    return (bright[1] + 0.05) / (bright[0] + 0.05)
+
+
+def _lab(linear: np.ndarray) -> np.ndarray:
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ np.clip(linear, 0, 1) / (0.9505, 1, 1.089)
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+# Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency", 2009.
+SIGHTS = {
+    "normal": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+}
+
+
+@pytest.mark.parametrize("theme", palette.THEMES)
+def test_colours_are_told_apart(theme):
+    """By everyone, and against the page; colours that come near each other for some have markers of other shapes."""
+    for behind in palette.BEHIND[theme]:
+        assert all(_contrast(text[theme], behind) >= 4.5 for text in (palette.INK, palette.MUTED))
+        assert all(_contrast(look.colour(theme), behind) >= 3 for look in palette.LOOKS.values())
+    lines = [palette.LOOKS[who] for who in ("jaxkern", "xla", "torch", "cudnn")]
+    for sight in SIGHTS.values():
+        for a, b in itertools.combinations(lines, 2):
+            distance = np.linalg.norm(np.subtract(*(_lab(sight @ _linear(x.colour(theme))) for x in (a, b))))
+            assert distance >= 20, (a.name, b.name, distance)
+    looks = [(look.colour(theme), look.marker, look.hollow) for look in palette.LOOKS.values()]
+    assert len(set(looks)) == len(looks)
+
+
+def test_readme_shows_a_figure_of_this_folder():
+    text = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    shown = re.findall(r"docs/figures/([\w-]+)\.svg", text)
+    assert {"speed-light", "speed-dark"} <= set(shown) <= {f"{n}-{t}" for n in NAMES for t in palette.THEMES}
+
+
+def test_the_page_of_devices_says_what_was_measured(files):
+    """Its numbers are those of the results: fractions of perfect scaling of two GPUs, and times where scaling is bad."""
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "devices.md").read_text().split("## Measured")[1]
+    rows = [r for data in files if data["operation"] == "sharding" for r in data["results"] if r["devices"] == 2]
+    low, high = ([r for r in rows if (r["scaling"]["jaxkern"] < 0.9) == bad] for bad in (True, False))
+    times = {f"{us:.0f}" for r in low for us in _report.medians(r).values()}
+    scalings = {f"{v:.2f}" for r in low for v in r["scaling"].values()}
+    least = f"{min(r['scaling']['jaxkern'] for r in high):.2f}"
+    assert set(re.findall(r"(\d+) µs", text)) == times
+    assert set(re.findall(r"\d\.\d\d", text)) == scalings | {least}
