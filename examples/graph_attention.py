@@ -11,15 +11,15 @@ by a softmax of leaky_relu(a_s . h_s + a_r . h_r), by heads of their own. With j
 and features is written. The other is `jraph.GAT`, which gathers the features of both ends of each edge, or the same of
 `jax.ops` where jraph is not installed. They are trained twice from one seed, and take turns step by step.
 
-Printed at the end: accuracy on modules held out, the median milliseconds of a step, and how far apart the curves are;
-drawn: both loss curves and their difference. The exit status is 1 if the curves disagree.
+What to look at: the picture shows both loss curves, which lie on each other, and their difference below. The table has
+the accuracy on modules held out, which is the same for both and far above guessing, and the median milliseconds of a step,
+which are of interest on a GPU. The exit status is 1 if the curves disagree.
 
 Needs the `examples` extra: tqdm and matplotlib. Takes two minutes on 2 cores.
 """
 
 import argparse
 import importlib.util
-import pathlib
 import sys
 
 import graph_network
@@ -98,20 +98,21 @@ def logits_of(functions, params, features, graph):
 def main():
     raw = argparse.RawDescriptionHelpFormatter  # keeps the lines of the docstring
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    args = graph_network.arguments(parser, pathlib.Path(__file__))
+    args = graph_network.arguments(parser, __file__)
     jax.config.update("jax_default_matmul_precision", "float32")
 
     *graph, classes = graph_network.read_graph(args.modules)
     labels = graph[1]
     held_out = (np.random.default_rng(args.seed).random(len(labels)) < 0.5) & (labels >= 0)
     train = jnp.asarray((labels >= 0) & ~held_out)
-    title = f"{len(labels)} modules, {len(graph[2])} edges, {HEADS} heads, {jax.devices()[0].device_kind}"
-    print(f"{title}\nlearnt: {', '.join(classes)}", flush=True)
+    title = f"A graph attention network on Python's import graph, with jaxkern and with {OTHER}"
+    setting = f"{len(labels)} modules, {len(graph[2])} edges, {HEADS} heads, {jax.devices()[0].device_kind}"
+    print(f"{setting}\nlearnt: {', '.join(classes)}", flush=True)
 
     training = lambda functions: graph_network.Training(functions, graph, train, args, initial_params, logits_of)
     runs = {name: training(functions) for name, functions in LIBRARIES.items()}
     graph_network.take_turns(runs, args.steps)
-    return not graph_network.report(runs, labels, held_out, title, args.out)
+    return graph_network.report(runs, labels, held_out, title, setting, args.out)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ examples; head and loss are one `linear_softmax_cross_entropy` of the whole batc
 of its logits. The trainings take turns step by step, so each step is timed beside its twin on the same
 machine in the same second.
 
-Printed at the end: bits per byte on held-out files, the median milliseconds of a step, and how far
-apart the curves are; drawn: both curves and their difference. The exit status is 1 if the curves
-disagree by more than the preset's bounds.
+What to look at: the picture shows both loss curves, which lie on each other, and their difference below.
+The table has the bits per byte on held-out files, which agree in the first digits, and the median
+milliseconds of a step, which are of interest on a GPU. The exit status is 1 if the curves disagree by more
+than the preset's bounds.
 
-  --preset small   one token a byte. Takes a minute or two on 2 cores and reaches about 2.7 bits
-                   per byte (8 is no model at all). The curves part by rounding only, some
+  --preset small   one token a byte. Takes a minute on 2 cores and reaches about 3.1 bits per
+                   byte (8 is no model at all). The curves part by rounding only, some
                    millionths of a bit; a softmax gradient wrong by 5 % breaks the bounds.
   --preset gpt2    a vocabulary of 50257 (256 bytes and 50001 merges, trained first; corpus.py says
                    how), 12 layers, 768 wide, context 1024: the sizes of GPT-2, in bfloat16 with
@@ -38,18 +39,16 @@ import argparse
 import dataclasses
 import functools
 import math
-import pathlib
 import sys
 import sysconfig
 import time
 import typing
 
 import corpus
+import display
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
-from tqdm import tqdm
 
 import jaxkern
 
@@ -126,7 +125,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(256, 2, 32, 2, 32, 4, 10, 4e-3, jnp.float32, 16, 1e-3, 1e-5),
-    "small": Preset(256, 3, 96, 3, 128, 16, 300, 4e-3, jnp.float32, 256, 1e-3, 1e-5),
+    "small": Preset(256, 3, 96, 3, 128, 16, 200, 4e-3, jnp.float32, 256, 1e-3, 1e-5),
     "gpt2": Preset(50257, 12, 768, 12, 1024, 32, 300, 6e-4, jnp.bfloat16, 256, 3e-2, 3e-2),
 }
 
@@ -245,38 +244,16 @@ class Training:
         return 1e3 * float(np.median(self.seconds[min(5, len(self.seconds) // 2) :]))
 
 
-def draw(out, curves, heldout, difference, bound, title):
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    steps = np.arange(1, len(difference) + 1)
-    looks = [{"color": "#1f77b4", "lw": 3, "alpha": 0.5}, {"color": "#222222", "lw": 0.9}]
-    for (name, curve), look in zip(curves.items(), looks):
-        top.plot(steps, curve, label=f"{name} ({heldout[name]:.4f} on held-out files)", **look)
-    top.set_ylabel("training loss, bits per byte")
-    top.set_title(title, fontsize=10, loc="left")
-    top.legend(frameon=False)
-    bottom.axhline(0, color="#999999", lw=0.8)
-    bottom.plot(steps, difference, color="#c0392b", lw=0.9)
-    bottom.set_ylabel("jaxkern − jax.nn")
-    bottom.set_xlabel(f"step   (mean |difference| {np.abs(difference).mean():.1e}, allowed {bound:g})")
-    bottom.ticklabel_format(axis="y", scilimits=(-2, 2))
-    for axes in (top, bottom):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=150)
-
-
 def main():
     raw = argparse.RawDescriptionHelpFormatter  # keeps the lines of the docstring
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--preset", choices=PRESETS, default="small", help="sizes of model and batch; see above")
     parser.add_argument("--steps", type=int, help="training steps of each model")
     parser.add_argument("--batch", type=int, help="windows per step")
     parser.add_argument("--dropout", type=float, help="rate at which attention weights are dropped; 0 by default")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the batches")
     parser.add_argument("--text", default=sysconfig.get_path("stdlib"), help="folder of .py files")
-    default_out = pathlib.Path(__file__).with_suffix(".png")
-    parser.add_argument("--out", type=pathlib.Path, default=default_out, help="file of the figure")
+    display.add_out(parser, __file__)
     args = parser.parse_args()
     given = {k: v for k in ("steps", "batch", "dropout") if (v := getattr(args, k)) is not None}
     p = dataclasses.replace(PRESETS[args.preset], **given)
@@ -286,8 +263,7 @@ def main():
         parser.error("--dropout is at least 0 and below 1")
     if p.dropout:  # different elements are dropped: two trainings, whose curves agree roughly
         p = dataclasses.replace(p, curve_bound=0.3, norm_bound=0.3)
-    if not args.out.parent.is_dir():  # said now, not after the training
-        parser.error(f"--out: there is no folder {args.out.parent}")
+    display.check_out(parser, args.out)
 
     if p.dtype == jnp.float32:  # a GPU's default is fewer bits, and both curves would wander
         jax.config.update("jax_default_matmul_precision", "float32")
@@ -305,15 +281,15 @@ def main():
         print(f"{what}: {len(texts)} files, {len(ids) / 1e6:.1f} M tokens", flush=True)
 
     rng, scales = np.random.default_rng(args.seed), []
-    bar = tqdm(range(p.steps), desc="training", unit="step")
-    for step in bar:
+    progress = display.Progress(range(p.steps), "training")
+    for step in progress:
         starts = rng.integers(len(training) - p.context, size=p.batch)
         windows = corpus.cut_windows(training, starts, p.context)
         scales.append(corpus.bits_per_byte(windows, bytes_of))
         order = list(runs.values())
         for run in order if step % 2 else reversed(order):  # neither always goes first
             run.step(windows)
-        bar.set_postfix({name: f"{run.nats[-1] * scales[-1]:.3f}" for name, run in runs.items()})
+        progress.note(**{name: f"{run.nats[-1] * scales[-1]:.3f}" for name, run in runs.items()})
 
     curves = {name: np.array(run.nats) * scales for name, run in runs.items()}
     batches = corpus.even_windows(heldout, p.context, p.batch, p.heldout)
@@ -333,10 +309,16 @@ def main():
     print()
     for what, (value, bound) in checks.items():
         print(f"{what:38}{value:>10.2e}   allowed {bound:g}")
-    draw(args.out, curves, bits, difference, p.curve_bound, setting)
+    title = "One transformer, trained with jaxkern and with jax.nn: the curves lie on each other"
+    legends = {name: f"{name} ({bits[name]:.4f} on held-out files)" for name in runs}
+    display.save_curves(args.out, curves, "training loss, bits per byte (lower is better)", title, setting, legends)
+    numbers = {
+        "held out, bits/byte": "equal but for rounding; 8 is no model at all",
+        "ms per step": "of both ways, in the same seconds on the same machine",
+    }
     agree = all(value <= bound for value, bound in checks.values())  # False for NaN too
-    print(f"figure: {args.out}", "the curves agree" if agree else "THE CURVES DISAGREE", sep="\n")
-    return not agree
+    picture = "both loss curves, which lie on each other, and their difference below"
+    return display.conclude("curves", agree, args.out, picture, numbers)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
+MODULES = {"corpus", "display"}  # which examples import
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -23,21 +25,43 @@ def extra():
         pytest.importorskip(module, reason="the examples need the `examples` extra")
 
 
+def result(name, *arguments, out, agree):
+    """Runs an example as its reader would look at a log, and returns what it printed: (standard output, standard error)."""
+    done = run(name, *arguments, "--out", out)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.endswith(f"the {agree} agree\n"), text
+    assert "\r" not in text and "\x1b" not in text, text
+    assert f"\npicture  {out}\n" in done.stdout and "\ncompare  " in done.stdout
+    assert ("no GPU here" in done.stdout) == (jax.default_backend() != "gpu")
+    picture = out.read_bytes()
+    assert picture.startswith(PNG_SIGNATURE) and len(picture) > 10_000
+    return done.stdout, done.stderr
+
+
 @pytest.mark.process
 def test_language_model_trains_the_same_with_both_libraries(tmp_path):
-    figure = tmp_path / "curves.png"
-    result = run("language_model.py", "--preset", "tiny", "--steps", 40, "--out", figure)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "the curves agree" in result.stdout
-    assert "40/40" in result.stderr  # the progress bar
-
-    rows = dict(re.findall(r"^(jaxkern|jax\.nn) +([0-9.]+) +[0-9.]+ +[0-9.]+$", result.stdout, re.M))
+    arguments = "--preset", "tiny", "--steps", 40
+    printed, progress = result("language_model.py", *arguments, out=tmp_path / "curves.png", agree="curves")
+    assert "step 40/40" in progress
+    rows = dict(re.findall(r"^(jaxkern|jax\.nn) +([0-9.]+) +[0-9.]+ +[0-9.]+$", printed, re.M))
     assert rows.keys() == {"jaxkern", "jax.nn"}
     for bits in map(float, rows.values()):
         assert 2 < bits < 6.5  # 8 is a model that has learnt nothing
 
-    picture = figure.read_bytes()
-    assert picture.startswith(PNG_SIGNATURE) and len(picture) > 10_000
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_help_says_what_one_sees(path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    if path.stem in MODULES:
+        assert "argparse" not in path.read_text()  # imported by examples, and no program
+        return
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert end.value.code == 0 and f"python examples/{path.name}" in printed
+    assert "What to look at:" in printed and "--out OUT" in printed
+    assert not re.search(r"^  -(-\w+)( \w+| \{.*\})$\n(?!  {10})", printed, re.M), "an option without help"
 
 
 @pytest.mark.parametrize(
@@ -66,16 +90,12 @@ def test_language_model_refuses_bad_arguments(tmp_path, arguments, message, monk
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["graph_network", "graph_attention"])
 def test_graph_networks_learn_the_same_with_both_libraries(name, tmp_path):
-    figure = tmp_path / "curves.png"
-    result = run(f"{name}.py", "--modules", 300, "--steps", 40, "--width", 16, "--out", figure)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "the curves agree" in result.stdout
-    assert "40/40" in result.stderr  # the progress bar
-    found = re.findall(r"^(jaxkern|jax\.ops|jraph|guessing) +([0-9.]+)", result.stdout, re.M)
+    arguments = "--modules", 300, "--steps", 40, "--width", 16
+    printed, progress = result(f"{name}.py", *arguments, out=tmp_path / "curves.png", agree="curves")
+    assert "step 40/40" in progress
+    found = re.findall(r"^(jaxkern|jax\.ops|jraph|guessing) +([0-9.]+)", printed, re.M)
     ours, theirs, guessing = (float(accuracy) for _, accuracy in found)
     assert ours > guessing + 0.1 and abs(ours - theirs) < 0.02
-    picture = figure.read_bytes()
-    assert picture.startswith(PNG_SIGNATURE) and len(picture) > 10_000
 
 
 def test_byte_pairs_lose_nothing(monkeypatch):
@@ -93,13 +113,12 @@ def test_byte_pairs_lose_nothing(monkeypatch):
 
 
 @pytest.mark.process
-def test_an_unchanged_program_learns_the_same():
+def test_an_unchanged_program_learns_the_same(tmp_path):
     pytest.importorskip("optax")
-    result = run("accelerate.py", "--steps", 4, "--width", 8, "--dtype", "float32", "--force")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "the losses agree" in result.stdout and "4/4" in result.stderr
-    assert re.search(r"^accelerated +[0-9.]+ +[0-9.]+ +[0-9.]+$", result.stdout, re.M)
-    assert "scatter_add" in result.stdout
+    arguments = "--steps", 4, "--width", 8, "--dtype", "float32", "--force"
+    printed, progress = result("accelerate.py", *arguments, out=tmp_path / "curves.png", agree="losses")
+    assert "step 4/4" in progress and "scatter_add" in printed
+    assert re.search(r"^accelerated +[0-9.]+ +[0-9.]+ +[0-9.]+$", printed, re.M)
 
 
 @pytest.mark.process
@@ -110,51 +129,42 @@ def test_an_unchanged_program_learns_the_same():
         ("mixture_of_experts", ("--tokens", 128, "--steps", 10)),
     ],
 )
-def test_a_small_model_learns_the_same(name, arguments):
+def test_a_small_model_learns_the_same(name, arguments, tmp_path):
     pytest.importorskip("optax")
-    result = run(f"{name}.py", *arguments)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "the losses agree" in result.stdout and "10/10" in result.stderr
-    if name == "embedding_tables":
-        first, last = re.search(r"^jaxkern +([0-9.]+) +([0-9.]+)", result.stdout, re.M).groups()
-    else:
-        first, last = re.search(r"^jaxkern +loss ([0-9.]+) to ([0-9.]+)", result.stdout, re.M).groups()
+    printed, progress = result(f"{name}.py", *arguments, out=tmp_path / "curves.png", agree="losses")
+    assert "step 10/10" in progress
+    first, last = re.search(r"^jaxkern +(?:loss )?([0-9.]+)(?: to| ) +([0-9.]+)", printed, re.M).groups()
     assert float(last) < 0.8 * float(first)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "name, arguments, words",
+    "name, arguments, agree, done",
     [
         (
             "recurrent_model",
             ("--steps", 30, "--layers", 1, "--width", 32, "--context", 32, "--batch", 8),
-            "the curves agree",
+            "curves",
+            "step 30/30",
         ),
-        ("option_greeks", ("--batches", 4, "--paths", 2000, "--steps", 20), "the results agree"),
+        ("option_greeks", ("--batches", 4, "--paths", 2000, "--steps", 20), "results", "batch 4/4"),
     ],
 )
-def test_loops_are_those_of_jax(name, arguments, words, tmp_path):
+def test_loops_are_those_of_jax(name, arguments, agree, done, tmp_path):
     pytest.importorskip("optax")
-    figure = tmp_path / "figure.png"
-    result = run(f"{name}.py", *arguments, "--out", figure)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert words in result.stdout and re.search(r"(30/30|4/4)", result.stderr)
+    _, progress = result(f"{name}.py", *arguments, out=tmp_path / "figure.png", agree=agree)
+    assert done in progress
     if name == "recurrent_model":
-        first, *_, last = map(float, re.findall(r"jaxkern=([0-9.]+)", result.stderr))
+        first, *_, last = map(float, re.findall(r"jaxkern=([0-9.]+)", progress))
         assert last < 0.9 * first
-    picture = figure.read_bytes()
-    assert picture.startswith(PNG_SIGNATURE) and len(picture) > 10_000
 
 
 @pytest.mark.process
-def test_a_softmax_of_the_users():
-    result = run("custom_softmax.py", "--tokens", 96, "--steps", 2)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "the results agree" in result.stdout
+def test_a_softmax_of_the_users(tmp_path):
+    result("custom_softmax.py", "--tokens", 96, "--steps", 2, out=tmp_path / "weights.png", agree="results")
 
 
 def test_documentation_names_every_example():
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
     named = set(re.findall(r"^\| `(\w+\.py)`", page, re.M))
-    assert named == {path.name for path in EXAMPLES.glob("*.py")} - {"corpus.py"}
+    assert named == {path.name for path in EXAMPLES.glob("*.py") if path.stem not in MODULES}

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accelerated import PLATFORM
 from plans import check_limits
 
+import jaxkern
 from jaxkern._core import device, functor
 from jaxkern._ops.messages import scatter, scatter_plan
 from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED
@@ -157,3 +159,46 @@ def test_kernels(case):
     p.check(emulated.run(found, p.operands, results)[0])
     if found.unaligned is not None:
         p.check(emulated.run(found, p.operands, results, unaligned=True)[0])
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "case", ["few rows, which every block sums", "hot rows", "runs of equal rows", "onto an array"]
+)
+def test_special_values(case):
+    """NaN and infinities reach the rows of their edges alone, in whatever place rows are summed; other rows keep -0.0."""
+    p = Problem(**CASES[case])
+    results, aliases = [(p.arrays[0].shape, p.params["dtype"])], [(0, 0)] if p.x is not None else []
+    of_edges, rng = p.arrays[2], np.random.default_rng(3)
+    for value in (np.nan, np.inf, -np.inf):
+        of_edges[rng.integers(len(of_edges), size=8)] = value
+    if p.x is not None:
+        p.x[rng.random(len(p.x)) < 0.2] = rng.choice([-0.0, np.nan, -np.inf], p.x.shape[1:])
+    found = p.plan()
+    with np.errstate(invalid="ignore"):
+        exact = p.exact()
+    for unaligned in (False, True):
+        (y,) = emulated.run(found, p.operands, results, unaligned, aliases=aliases)
+        np.testing.assert_array_equal(y.astype(np.float64), exact)
+        alone = np.setdiff1d(np.arange(len(y)), p.operands[int(p.x is not None)])
+        assert p.x is None or np.array_equal(np.signbit(y[alone]), np.signbit(p.x[alone]))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_rows_without_updates_stay(broadcast, deterministic):
+    """The sign of a zero and what is not finite, also where the messages have fewer features than the rows."""
+    x = jnp.asarray([[-0.0, jnp.nan], [-jnp.inf, -0.0], [1, -0.0], [0, -0.0]], jnp.float32)
+    index, u = jnp.array([2, -9, 9, 2]), jnp.ones((4, 2))
+
+    @jax.jit
+    def f(x, index, u):
+        u = jnp.tanh(u[index % 4])
+        return x.at[index].add(jnp.broadcast_to(u[:, :1], u.shape) if broadcast else u)
+
+    plain = f(x, index, u)
+    with jaxkern.accelerate(force=True, deterministic=deterministic):
+        own = f(x, index, u)
+        assert jaxkern.explain(f, PLATFORM)(x, index, u).taken
+    np.testing.assert_allclose(own, plain, rtol=1e-6)
+    np.testing.assert_array_equal(np.signbit(own), np.signbit(plain))

@@ -48,13 +48,14 @@ from jaxkern._accelerate.program import row_bytes
 from jaxkern._core import compat, compat_lowering, cpp, functor
 from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import sort
+from jaxkern._ops.indexing.reference import added
 from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the lowerings of messages
 from jaxkern._ops.messages import plan
 from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, features_of, ordered_reduce_p
 from jaxkern._ops.messages.scatter_plan import Other
 
 REDUCTIONS = {"scatter_add": "sum", "scatter_max": "max", "scatter_min": "min"}
-JOIN = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
+JOIN = {"sum": added, "max": jnp.maximum, "min": jnp.minimum}
 MOST_OPERANDS = 12
 MOST_STORED = 2  # of them of edges x features: XLA may fuse several into one
 

@@ -15,6 +15,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -103,7 +104,7 @@ def _shard(rows, over, operand, indices, updates, *, name, layout, onto_identity
     over = {"rows": across, "count": along, "batch": tuple(a for d in layout.batch for a in over[f"d{d}"])}
     if name == "scatter_add" and along:
         y = _sum_of_parts(across, along, source, index, rows, rules)
-        y = y if onto_identity else x + y
+        y = y if onto_identity else reference.added(x, y)
     elif name == "scatter_add" and not onto_identity:
         y = sharding.add(primitive.segment_sum_p, primitive.index_add_p, over, x, index, source, rules=rules)
     else:
@@ -293,7 +294,9 @@ def _in_program(problem, ctx, operand, updates, whole):
 
 def _is_identity(name, ctx, operand) -> bool:
     value = Program.of(ctx).value(operand).constant
-    return value is not None and value == IDENTITY[name](ctx.avals_in[0].dtype)
+    return (
+        value is not None and value == IDENTITY[name](ctx.avals_in[0].dtype) and not (value == 0 and np.signbit(value))
+    )
 
 
 def _may_be_taken(found, settings, module) -> bool:

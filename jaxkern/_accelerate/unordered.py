@@ -11,6 +11,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from jaxkern._ops.indexing.reference import added
 from jaxkern._ops.messages.primitive import features_of
 from jaxkern._ops.messages.scatter import edge_scatter
 from jaxkern._ops.messages.scatter_plan import Other, scatter_plan
@@ -74,4 +75,4 @@ def run(operand, values, arrays, *, chain, clip, onto_identity):
     if not whole:
         y = jnp.broadcast_to(y, (operand.shape[0], *chain.full[chain.counts :]))
     y = y.reshape(operand.shape)
-    return y if onto_identity or whole else operand + y
+    return y if onto_identity or whole else added(operand, y)

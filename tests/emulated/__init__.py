@@ -101,9 +101,10 @@ def _bytes(arg, address) -> bytes:
     return out + bytes(-len(out) % layout(arg)[1])
 
 
-def run(plan: launch.Plan, operands, results, unaligned=False, fused=False):
+def run(plan: launch.Plan, operands, results, unaligned=False, fused=False, aliases=()):
     """The results, arrays of these (shape, dtype), of a plan on NumPy arrays.
 
+    aliases: pairs of an operand and the result that has its memory.
     fused: products and sums are contracted to multiply-adds, as NVRTC does, if `has_fused()`.
     """
     steps = plan.unaligned if unaligned and plan.unaligned is not None else plan.launches
@@ -117,6 +118,9 @@ def run(plan: launch.Plan, operands, results, unaligned=False, fused=False):
         "result": [_Guarded(poison(shape, dtype)) for shape, dtype in results],
         "scratch": [_Guarded(np.full(max(plan.scratch, 1), 0xA5, np.uint8))],
     }
+    for operand, result in aliases:
+        buffers["operand"][operand] = buffers["result"][result]
+        buffers["result"][result].array[...] = operands[operand]
     n = 0
     for step in steps:
         if isinstance(step, launch.Memset):

@@ -37,6 +37,11 @@ def greatest(dtype):
     return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
 
 
+def added(x, total):
+    """x + total. Where the total is 0, x as it is: a row to which nothing is added keeps -0.0."""
+    return jnp.where(total == 0, x, x + total)
+
+
 def fill_value(dtype):
     """The element that `jnp.take` returns for an index out of range."""
     if jnp.issubdtype(dtype, jnp.inexact):

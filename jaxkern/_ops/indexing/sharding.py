@@ -18,7 +18,7 @@ from jax import lax
 from jaxkern._core import partition
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
-from jaxkern._ops.indexing.reference import fill_value
+from jaxkern._ops.indexing.reference import added, fill_value
 
 LIMIT = 2**31 - 2  # the most rows that may be split: int32 numbers them
 
@@ -149,7 +149,7 @@ def add(segment_sum_p, prim, over, x, index, source, alpha=None, keys=None, orde
         rows = x.shape[axis] * (lax.psum(1, across) if across else 1)
         wide = computing(x.dtype)
         total = segments(SUM, segment_sum_p, over, source.astype(wide), index, rows=rows, rules=rules)
-        y = x.astype(wide) + total
+        y = added(x.astype(wide), total)
         if alpha is not None:
             # 0 * inf is NaN, but a row without updates must not change. To know these rows would take another message; so
             # rows whose sum is 0 are left as they are.
