@@ -1,7 +1,9 @@
 """What every test shares: the devices are found once, and the types stay 32 bits wide unless asked."""
 
 import collections
+import functools
 import gc
+import itertools
 import os
 import pathlib
 import sys
@@ -22,6 +24,7 @@ os.environ.setdefault(
 import jax
 import pytest
 from golden import Golden, recorded
+from jax._src.interpreters import mlir
 
 from jaxkern._core import compat
 
@@ -33,8 +36,15 @@ ON_GPU = jax.default_backend() == "gpu"
 if not ON_GPU:  # XLA does not make its own code for the CPU fast, nor do the programs that tests start
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     jax.config.update("jax_disable_most_optimizations", True)
+    # JAX computes a program's key in the compilation cache even where there is no cache.
+    jax.config.update("jax_enable_compilation_cache", False)
     # JAX keeps what it has traced and compiled, and every full collection walks through all of it.
     gc.set_threshold(20_000, 20, 50)
+    # JAX makes an MLIR context with all its dialects for every program that it lowers, a fifth of the time of a small program.
+    # Here 256 programs share one. It is not kept for ever, because a context keeps its programs' constants and locations.
+    make_context, programs = mlir.make_ir_context, itertools.count()
+    shared_context = functools.lru_cache(1)(lambda _: make_context())
+    mlir.make_ir_context = lambda: shared_context(next(programs) // 256)
 
 
 def pytest_addoption(parser):
