@@ -210,6 +210,22 @@ def on_page_markdown(markdown, page, config, files):
     )
 
 
+def on_page_content(html, page, config, files):
+    """Each cell of a table gets the name of its column, which a narrow screen shows in front of it."""
+
+    def labelled(table):
+        heads = re.findall(r"<th\b.*?>(.*?)</th>", table[0], re.S)
+        names = [re.sub("<.*?>", "", head) for head in heads]
+        return re.sub(r"<tr>.*?</tr>", lambda row: named(row[0], names), table[0], flags=re.S)
+
+    def named(row, names):
+        first, *cells = row.split("<td")
+        labels = (f' data-label="{name}"' if name else "" for name in names)
+        return first + "".join(f"<td{label}{cell}" for label, cell in zip(labels, cells))
+
+    return re.sub(r"<table>.*?</table>", labelled, html, flags=re.S)
+
+
 # ---- checks of the built site
 
 

@@ -1,5 +1,6 @@
 """Runs the Python blocks of README.md, and checks that the pages name what they must name."""
 
+import json
 import pathlib
 import re
 
@@ -17,6 +18,15 @@ def test_block(number):
 
 def test_readme_has_blocks():
     assert EXAMPLES
+
+
+@pytest.mark.parametrize(
+    "path", sorted((README.parent / "docs" / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem
+)
+def test_notebooks_have_no_output(path):
+    """`mkdocs build` runs them; what they printed once would be out of date."""
+    cells = json.loads(path.read_text())["cells"]
+    assert len(cells) > 5 and not any(cell.get("outputs") for cell in cells)
 
 
 def test_drawing_of_rows():
