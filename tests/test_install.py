@@ -311,6 +311,8 @@ def test_doctor():
     assert done.returncode == (0 if well else 1), done.stdout
     assert done.stdout.strip().endswith("all is well" if well else "something is wrong: see above")
     assert "!" not in done.stdout
+    assert ("no CUDA kernel runs" in done.stdout) == (jax.default_backend() != "gpu")
+    assert "\r" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -318,6 +320,7 @@ def test_doctor():
     [
         (["--version"], 0, jaxkern.__version__),
         (["--help"], 0, "usage: python -m jaxkern"),
+        (["--help"], 0, "no CUDA kernel runs"),
         (["cache", "--help"], 0, "usage: python -m jaxkern cache"),
         (["--quick"], 2, "unrecognized arguments: --quick"),
     ],
