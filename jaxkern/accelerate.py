@@ -12,6 +12,7 @@ import inspect
 import itertools
 import typing
 import warnings
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.core
@@ -57,7 +58,8 @@ class accelerate(contextlib.ContextDecorator):
         "dot_product_attention"                       the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks
         "log_softmax"                                 the gradient of `jax.nn.log_softmax` in 16 bits
         "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`, loss and gradient
-        "scan"                                        loops that are elementwise over lanes: `jax.lax.scan`, `jax.lax.fori_loop`,
+        "scan"                                        loops that are elementwise over lanes: `jax.lax.scan`,
+        `jax.lax.fori_loop`,
                                                       `jax.lax.map`, `jax.lax.while_loop` to a known count; their gradients
         "while_loop"                                  while loops in which each lane stops on its own: under `jax.vmap`, or
                                                       with `jnp.any` over lanes as condition
@@ -65,7 +67,8 @@ class accelerate(contextlib.ContextDecorator):
         "cumsum", "cumprod", "cummax", "cummin",      `jnp.cumsum`, `jnp.cumprod`, and the functions of these names in `jax.lax`
         "cumlogsumexp"
 
-        "rows"                                        what a program computes with rows by `jnp.mean`, `jnp.sum`, `jnp.max`: norms,
+        "rows"                                        what a program computes with rows by `jnp.mean`, `jnp.sum`, `jnp.max`:
+        norms,
                                                       masked softmax, losses, and their gradients
 
     log_softmax and rows are taken on request alone, by `only`. LayerNorm and RMSNorm of other libraries run as they are:
@@ -89,14 +92,15 @@ class accelerate(contextlib.ContextDecorator):
         force: takes every case that the kernels can run, whatever its size, also on the CPU, where jaxkern's references
             run in place of its kernels. For tests.
         export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
-        deterministic: takes every scatter-add of floating-point numbers that kernels can run, whatever its size, and adds in a fixed
-            order. By default short rows of float32 or float64 are added in no fixed order, as XLA adds them.
+        deterministic: takes every scatter-add of floating-point numbers that kernels can run, whatever its size, and adds
+            in a fixed order. By default short rows of float32 or float64 are added in no fixed order, as XLA adds them.
 
-    Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. Sums of rows of more than 60 bytes have
-    the same bits in every run, with `deterministic` all sums that are taken. Otherwise results differ only in these cases: the
-    gradient of a softmax is 0 where the softmax is 0, even if a cotangent is infinite or NaN; the loss or the gradient of a row of
-    logits that holds +inf may be inf or NaN where optax has NaN or 0; and if a program converts logits from bfloat16 to float32 for
-    `optax.softmax_cross_entropy_with_integer_labels`, their float32 gradient has the precision of bfloat16.
+    Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. Sums of rows of more than 60
+    bytes have the same bits in every run, with `deterministic` all sums that are taken. Otherwise results differ only in
+    these cases: the gradient of a softmax is 0 where the softmax is 0, even if a cotangent is infinite or NaN; the loss or
+    the gradient of a row of logits that holds +inf may be inf or NaN where optax has NaN or 0; and if a program converts
+    logits from bfloat16 to float32 for `optax.softmax_cross_entropy_with_integer_labels`, their float32 gradient has the
+    precision of bfloat16.
 
     Raises:
         ValueError: a name is unknown, or `check` is negative.
@@ -118,8 +122,8 @@ class accelerate(contextlib.ContextDecorator):
 
     def __init__(
         self,
-        only: str | typing.Iterable[str] | None = None,
-        without: str | typing.Iterable[str] = (),
+        only: str | Iterable[str] | None = None,
+        without: str | Iterable[str] = (),
         check: bool | float = False,
         *,
         force: bool = False,
@@ -163,14 +167,25 @@ _installed = False
 
 
 def install(
-    only: str | typing.Iterable[str] | None = None,
-    without: str | typing.Iterable[str] = (),
+    only: str | Iterable[str] | None = None,
+    without: str | Iterable[str] = (),
     *,
     force: bool = False,
     export: bool = False,
     deterministic: bool = False,
 ) -> None:
-    """`accelerate` for the whole process: every thread, until `uninstall`. The arguments are the same.
+    """`accelerate` for the whole process: every thread, until `uninstall`. The arguments are the same, but for `check`.
+
+    Args:
+        only: a name, or several, of operations to take, and no others, as for `accelerate`.
+        without: names of operations not to take.
+        force: takes every case that the kernels can run.
+        export: also in programs that `jax.export` makes.
+        deterministic: adds all floating-point scatters in a fixed order.
+
+    Raises:
+        ValueError: a name is unknown.
+        TypeError: an argument is of the wrong type.
 
     >>> import jaxkern
     >>> jaxkern.install(without="scatter_max")
@@ -189,7 +204,11 @@ def install(
 
 
 def uninstall() -> None:
-    """Ends `install`; nothing happens where nothing is installed."""
+    """Ends `install`; nothing happens where nothing is installed.
+
+    >>> import jaxkern
+    >>> jaxkern.uninstall()
+    """
     global _installed
     if _installed:
         switch.set_default(None)
@@ -200,7 +219,10 @@ def uninstall() -> None:
 def installed() -> tuple[str, ...]:
     """The names of the operations that programs of this thread run on jaxkern; empty if it runs plain JAX.
 
-    It sees `install` and an enclosing `accelerate`. The names are the ones that `only` and `without` take.
+    It sees `install` and an enclosing `accelerate`.
+
+    Returns:
+        A tuple of names, which `only` and `without` take.
 
     >>> import jaxkern
     >>> jaxkern.install(only=["logsumexp", "scatter_add"])
@@ -214,7 +236,7 @@ def installed() -> tuple[str, ...]:
     return tuple(name for name in switch.OPERATIONS if settings is not None and name in settings.operations)
 
 
-def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.Any) -> typing.Callable[..., Explanation]:
+def explain(f: Callable, platform: str = "cuda", **jit_options: typing.Any) -> Callable[..., Explanation]:
     """A function of the arguments of `f` that reports which operations of `f` would run on jaxkern; it runs nothing.
 
     It uses the settings of the enclosing `accelerate` or `install`; without one, the settings of `accelerate()`. Gradients of
@@ -231,6 +253,10 @@ def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.An
         A function that returns an `Explanation`, a sequence of records, one for each operation: its name, whether it is
         taken, why, its line in the source, and how many bytes a kernel moves for it. Printed, it is a table. `.taken` and
         `.left` are lists of the records that are taken and left.
+
+    Raises:
+        TypeError: `f` is not callable. Errors of `f` itself are raised as they are.
+        ValueError: `platform` is none of "cuda", "cpu", "rocm" and "tpu".
 
     The environment variable JAXKERN_EXPLAIN=1 prints the same for every program that is compiled.
 

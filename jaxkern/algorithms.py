@@ -7,9 +7,8 @@
     with algorithms.force(softmax="block"): jaxkern.softmax(x)
     with algorithms.force_xla(): jaxkern.softmax(x)                    -> XLA's own operations
 
-Algorithms differ in speed and, by rounding, in the last bits of the result, never in meaning. `plan.py` of each
-operation's folder (jaxkern/_ops) describes them. `elementwise` stands for all elementwise operations. `segment_mean`
-runs as `segment_sum`, and `embedding_lookup` as `index_select`.
+Algorithms differ in speed and, by rounding, in the last bits of the result, never in meaning. `elementwise` stands for all
+elementwise operations. `segment_mean` runs as `segment_sum`, and `embedding_lookup` as `index_select`.
 """
 
 from __future__ import annotations
@@ -34,6 +33,9 @@ _package.publish(__name__, Device, this_device)
 def operations() -> tuple[str, ...]:
     """The names of the operations that have algorithms.
 
+    Returns:
+        A tuple of names, sorted.
+
     >>> from jaxkern import algorithms
     >>> "segment_softmax" in algorithms.operations()
     True
@@ -43,6 +45,12 @@ def operations() -> tuple[str, ...]:
 
 def names(operation: str) -> tuple[str, ...]:
     """The algorithms of an operation.
+
+    Args:
+        operation: one of `operations()`.
+
+    Returns:
+        A tuple of names.
 
     Raises:
         ValueError: no operation has this name.
@@ -59,11 +67,14 @@ def choose(operation: str, *sizes: int, device: Device | None = None, **problem:
 
     Args:
         operation: one of `operations()`.
-        sizes, problem: the fields of `Problem` in the operation's plan.py, by position or by name. Row operations
+        sizes, problem: the sizes and types of the problem, by position or by name; an error lists them. Row operations
             take `rows, width, inner, dtype`: the number of elements before, along and after the axis. Operations at
             indices take `rows, count, inner, dtype`: the rows of the indexed array, the indices, and the elements
             of a row.
         device: H200, A100 or another `Device`; by default the GPU of this machine, or an H200 if there is none.
+
+    Returns:
+        The name of an algorithm, one of `names(operation)`.
 
     Raises:
         ValueError: no such operation, a size is not positive, or there is no kernel for a dtype.
@@ -78,7 +89,25 @@ def choose(operation: str, *sizes: int, device: Device | None = None, **problem:
 
 
 def fits(operation: str, algorithm: str, *sizes: int, device: Device | None = None, **problem: object) -> bool:
-    """Whether an algorithm can run a problem; arguments and errors as for `choose`."""
+    """Whether an algorithm can run a problem.
+
+    Args:
+        operation: one of `operations()`.
+        algorithm: one of `names(operation)`.
+        sizes, problem: the sizes and types of the problem, as for `choose`.
+        device: H200, A100 or another `Device`, as for `choose`.
+
+    Returns:
+        A bool.
+
+    Raises:
+        ValueError: no such operation or algorithm, a size is not positive, or there is no kernel for a dtype.
+        TypeError: an argument is of the wrong type, missing or unknown.
+
+    >>> from jaxkern import algorithms
+    >>> algorithms.fits("softmax", "warp", 49152, 512, dtype="bfloat16")
+    True
+    """
     _known("fits", operation, algorithm)
     family, asked, device = _asked("fits", operation, sizes, problem, device)
     return family.plan.fits(algorithm, asked, device)
@@ -87,6 +116,12 @@ def fits(operation: str, algorithm: str, *sizes: int, device: Device | None = No
 @contextlib.contextmanager
 def force(**algorithm: str) -> Iterator[None]:
     """Context manager: the named operations, called by this thread, run the given algorithms on CUDA.
+
+    Args:
+        algorithm: operations by name, and for each one of `names(operation)`, or "auto".
+
+    Returns:
+        A context manager.
 
     Jitted calls and gradients too. "auto" ends the force of an enclosing block. An algorithm that cannot run a problem
     (see `fits`) raises a ValueError when the call is lowered for CUDA. Other platforms have no algorithms and ignore it.
@@ -108,6 +143,9 @@ def force(**algorithm: str) -> Iterator[None]:
 @contextlib.contextmanager
 def force_xla() -> Iterator[None]:
     """Context manager: every operation of this library, called by this thread, runs as XLA's own operations.
+
+    Returns:
+        A context manager.
 
     Jitted calls and gradients too. It tells whether a difference or an error stems from a kernel. On several devices XLA
     partitions these operations. The environment variable JAXKERN_BACKEND=xla does the same for a whole process.

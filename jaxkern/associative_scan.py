@@ -18,24 +18,30 @@ from jaxkern._engines.loops.program import Program
 
 
 def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int = 0) -> Any:
-    """`jax.lax.associative_scan` with a function that is elementwise over lanes, as one kernel.
+    """y[t] = fn(y[t - 1], x[t]) for an associative fn that is elementwise over lanes, as `jax.lax.associative_scan`.
 
     Args:
         fn: an associative function of two pytrees like `elems`, fn(earlier, later), that returns a third. It is elementwise,
             as the body of `scan` is.
-        elems: a pytree of arrays with the same size along `axis` that broadcast against each other along other axes. Numbers of 16
-            bits are combined in float32 and rounded where they are stored.
+        elems: a pytree of arrays with the same size along `axis` that broadcast against each other along other axes.
+            Numbers of 16 bits are combined in float32 and rounded where they are stored.
         reverse: scans from the last element to the first; fn is then called as fn(later, earlier).
         axis: the axis that is scanned, negative from the end.
 
-    Returns: a pytree like `elems`: its element t is the combination of the elements up to t. Elements are combined in an order
-    that depends on the shapes alone, so results have the same bits in every run. Derivatives, of any order, are the derivatives
-    of the loop y[t] = fn(y[t - 1], x[t]).
+    Returns:
+        A pytree like `elems`: its element t is the combination of the elements up to t. Elements are combined in an order that
+        depends on the shapes alone, so results have the same bits in every run.
 
-    Raises, when it is traced:
-        TypeError: fn is not elementwise over lanes; the error names the operation and the line in fn. fn returns another structure
-            or other types than it is given.
+    Raises:
+        TypeError: fn is not elementwise over lanes; the error, which is raised when the scan is traced, names the operation
+            and the line in fn. fn returns another structure or other types than it is given. `elems` has no array.
         ValueError: `axis` is out of bounds, or sizes along it differ.
+
+    Derivatives: forward and reverse mode, of any order: the derivatives of the loop y[t] = fn(y[t - 1], x[t]), as kernels
+    of `scan`.
+
+    Cost: for n elements of e bytes in all arrays together, one kernel reads n e bytes once and writes n e. The gradient
+    reads the elements, the results and the cotangents.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> affine = lambda f, g: (f[0] * g[0], f[1] * g[0] + g[1])  # x -> a x + b, f before g

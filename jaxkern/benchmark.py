@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.core
@@ -63,7 +64,7 @@ class Benchmark:
         return text
 
 
-def benchmark(f: typing.Callable, *args: typing.Any, repeats: int = 20) -> Benchmark:
+def benchmark(f: Callable, *args: typing.Any, repeats: int = 20) -> Benchmark:
     """Times `jax.jit(f)(*args)` on the current device, beside XLA's operations and a copy of as many bytes.
 
     The clock is the host's, around calls that are enqueued one after the other and waited for once, at the end. Each reading

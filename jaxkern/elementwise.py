@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import typing
 from collections.abc import Callable
 
@@ -21,6 +20,7 @@ from jaxkern._core import validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
+from jaxkern._ops.elementwise.documentation import documentation
 from jaxkern._ops.elementwise.primitive import PRIMITIVES, ROWS, cast_p
 
 
@@ -93,65 +93,30 @@ def _public(row):
     function.__annotations__ = dict.fromkeys(inspect.signature(function).parameters, "ArrayLike") | {
         "return": "jax.Array"
     }
-    function.__doc__ = _documentation(row)
+    function.__doc__ = documentation(row)
     return function
-
-
-_OPERANDS = {
-    "float": "Floating-point arrays, or integers, which promote to floating-point as in `jnp`.",
-    "number": "Floating-point or integer arrays.",
-    "test": "Floating-point arrays, or integers, which promote to floating-point as in `jnp`.",
-    "compare": "Arrays of real numbers or booleans.",
-    "logical": "Boolean arrays. Numbers other than 0 count as true.",
-    "select": "A boolean array, and two arrays of real numbers or booleans.",
-}
-
-
-def _documentation(row):
-    names = ", ".join(row.arrays)
-    words = re.match(r"[a-z]{3,} ", row.summary)  # not a formula, such as e^x
-    summary = row.summary[0].upper() + row.summary[1:] if words else row.summary
-    result = (
-        "a boolean array" if row.types in ("test", "compare", "logical") else "an array of the type they promote to"
-    )
-    lines = [
-        f"{summary}, element by element: `{row.like}`.",
-        "",
-        "Args:",
-        f"    {names}: {_OPERANDS[row.types]} They broadcast against each other,"
-        if len(row.arrays) > 1
-        else f"    {names}: {_OPERANDS[row.types]}",
-    ]
-    if len(row.arrays) > 1:
-        lines += ["        and the kernel reads them in place."]
-    lines += [f"    {name}: a real scalar, which may be traced." for name, _ in row.parameters]
-    lines += [
-        "",
-        f"Returns: {result}, in their common shape. float16, bfloat16 and float32 are computed in float32 and",
-        "    rounded once. NaN and infinities propagate as in the expression above.",
-        "",
-        "Raises:",
-        "    TypeError: an operand is not an array, is complex, or has a dtype that the operation is not defined for.",
-    ]
-    if len(row.arrays) > 1:
-        lines += ["    ValueError: the shapes do not broadcast."]
-    return "\n    ".join(lines) + "\n    "
 
 
 globals().update({row.name: _public(row) for row in ROWS.values() if not row.part_of and not row.gated})
 
 
 def gelu(x: ArrayLike, approximate: bool = True) -> jax.Array:
-    """Gaussian error linear unit, as `jax.nn.gelu`: x Phi(x), Phi being the normal distribution function.
+    """x Phi(x), the Gaussian error linear unit, as `jax.nn.gelu`; Phi is the normal distribution function.
 
     Args:
         x: floating-point array of any shape; integers promote as in `jnp`.
-        approximate: whether to approximate Phi with tanh, which changes the result by up to 5e-4.
+        approximate: whether to approximate Phi(x) by (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which changes the
+            result by up to 5e-4.
 
-    Returns: array of the shape of x, rounded once.
+    Returns:
+        Array of the shape and dtype of `x`. float16, bfloat16 and float32 are computed in float32 and rounded once.
 
     Raises:
-        TypeError: x is boolean, complex or not an array.
+        TypeError: `x` is boolean, complex or not an array; `approximate` is not a bool.
+
+    Derivatives: forward and reverse mode, of any order. The gradient is one kernel.
+
+    Cost: for n elements of e bytes, the call moves 2 n e bytes and the gradient 3 n e.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> [f"{y:.4f}" for y in jaxkern.gelu(jnp.array([-1.0, 0.0, 1.0]), approximate=False)]
@@ -164,19 +129,24 @@ def gelu(x: ArrayLike, approximate: bool = True) -> jax.Array:
 
 
 def glu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> jax.Array:
-    """Gated linear unit, as `jax.nn.glu`: x sigmoid(gate), with one kernel forward and one for both gradients.
+    """x sigmoid(gate), the gated linear unit, as `jax.nn.glu`.
 
     Args:
-        x: floating-point array. Without `gate`, its first half along `axis` is x and its second half the gate. The
-            kernel reads both halves in place.
-        axis: the dimension to split in halves.
-        gate: floating-point array that broadcasts against x.
+        x: floating-point array of any shape; integers promote. Without `gate`, its first half along `axis` is x and its
+            second half the gate. The kernel reads both halves in place.
+        axis: an int, the dimension to split in halves.
+        gate: floating-point array that broadcasts against `x`.
 
-    Returns: array of the shape of x, or of one half of it.
+    Returns:
+        Array of the common shape of `x` and `gate`, or of one half of `x`, and of the dtype that they promote to.
 
     Raises:
-        TypeError: an operand is boolean, complex or not an array.
-        ValueError: `axis` is out of bounds, or the dimension has an odd size.
+        TypeError: an operand is boolean, complex or not an array; `axis` is not an int.
+        ValueError: `axis` is out of bounds, its size is odd, or the shapes do not broadcast.
+
+    Derivatives: forward and reverse mode, of any order. One kernel computes the gradients of both operands.
+
+    Cost: for results of n elements of e bytes, the call moves 3 n e bytes and the gradient 5 n e.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.glu(jnp.array([2.0, 4.0, 0.0, 0.0])).tolist()
@@ -188,7 +158,24 @@ def glu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> jax.A
 
 
 def swiglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> jax.Array:
-    """x silu(gate), with one kernel forward and one for both gradients; arguments as for `jaxkern.glu`.
+    """x silu(gate), a gated linear unit: `glu` with another activation.
+
+    Args:
+        x: floating-point array of any shape; integers promote. Without `gate`, its first half along `axis` is x and its
+            second half the gate. The kernel reads both halves in place.
+        axis: an int, the dimension to split in halves.
+        gate: floating-point array that broadcasts against `x`.
+
+    Returns:
+        Array of the common shape of `x` and `gate`, or of one half of `x`, and of the dtype that they promote to.
+
+    Raises:
+        TypeError: an operand is boolean, complex or not an array; `axis` is not an int.
+        ValueError: `axis` is out of bounds, its size is odd, or the shapes do not broadcast.
+
+    Derivatives: forward and reverse mode, of any order. One kernel computes the gradients of both operands.
+
+    Cost: for results of n elements of e bytes, the call moves 3 n e bytes and the gradient 5 n e.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.swiglu(jnp.array([2.0]), gate=jnp.array([0.0])).tolist()
@@ -200,7 +187,25 @@ def swiglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> ja
 
 
 def geglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None, approximate: bool = True) -> jax.Array:
-    """x gelu(gate, approximate), with one kernel forward and one for both gradients; arguments as for `jaxkern.glu`.
+    """x gelu(gate, approximate), a gated linear unit: `glu` with another activation.
+
+    Args:
+        x: floating-point array of any shape; integers promote. Without `gate`, its first half along `axis` is x and its
+            second half the gate. The kernel reads both halves in place.
+        axis: an int, the dimension to split in halves.
+        gate: floating-point array that broadcasts against `x`.
+        approximate: whether the gelu is the one with tanh, as in `gelu`.
+
+    Returns:
+        Array of the common shape of `x` and `gate`, or of one half of `x`, and of the dtype that they promote to.
+
+    Raises:
+        TypeError: an operand is boolean, complex or not an array; `axis` is not an int; `approximate` is not a bool.
+        ValueError: `axis` is out of bounds, its size is odd, or the shapes do not broadcast.
+
+    Derivatives: forward and reverse mode, of any order. One kernel computes the gradients of both operands.
+
+    Cost: for results of n elements of e bytes, the call moves 3 n e bytes and the gradient 5 n e.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.geglu(jnp.array([2.0]), gate=jnp.array([0.0])).tolist()
@@ -227,16 +232,21 @@ def _gated(public, name, x, axis, gate):
 
 
 def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """Converts to another dtype, as `x.astype(dtype)`: rounds once; to integers towards 0, saturating.
+    """`x` in another dtype, as `x.astype(dtype)`: rounded once; to integers towards 0, saturating.
 
     Args:
-        x: array of any real dtype.
+        x: array of any shape and real dtype, booleans included.
         dtype: a real dtype.
 
-    Returns: array of the shape of x; x itself if it has that dtype.
+    Returns:
+        Array of the shape of `x` and of `dtype`; `x` itself if it has that dtype.
 
     Raises:
-        TypeError: x is not an array, or a dtype is complex or not numeric.
+        TypeError: `x` is not an array, or a dtype is complex or not numeric.
+
+    Derivatives: forward and reverse mode, of any order, between floating-point dtypes; the gradient is a cast.
+
+    Cost: n elements of a bytes are read and n of b bytes are written; the gradient moves as many bytes.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.cast(jnp.array([1.0, 2.5, -300.0]), jnp.int8).tolist()

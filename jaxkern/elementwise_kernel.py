@@ -15,7 +15,7 @@ from jaxkern._ops.function.primitive import apply
 
 
 def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) -> Callable:
-    """Turns a function of scalars into a function of arrays that broadcast: one kernel, and one for all its gradients.
+    """y = f(x1, x2, ...) for each element of arrays that broadcast: one kernel, and one for all its gradients.
 
     Args:
         f: function of one or more real scalars that returns a scalar or a pytree of scalars, in terms of `jax.numpy`,
@@ -25,20 +25,26 @@ def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) ->
             out, the result is a decorator.
         name: how errors name f; its own name by default.
 
-    Returns: a function of arrays of any real dtype and of Python numbers, one for each argument of f. They broadcast as in
-    `jnp`, without copies. The results have the common shape and the dtypes that f returns for scalars of the operands'
-    dtypes. f is traced with the operands' dtypes, so limits and constants have the type of the operand, as in `jnp`. The
-    kernel computes float16 and bfloat16 in float32 and rounds where it stores; if f converts a float32 number to 16 bits,
-    the number is rounded there, too. Gradients of operands that were broadcast are summed in float32 or wider, in the same
-    kernel if the broadcast dimensions lead or trail, and have the same bits in every run. f is traced
-    once for each combination of dtypes, unless it closes over traced scalars. XLA runs functions of more than about 2000
-    operations (40 of `sin`, `pow` and their like), which take minutes to compile as kernels; a warning gives the size.
+    Returns:
+        A function of arrays of any real dtype and of Python numbers, one for each argument of f. They broadcast as in
+        `jnp`. The results have the common shape and the dtypes that f returns for scalars of the operands' dtypes. f is
+        traced with the operands' dtypes, so limits and constants have the type of the operand, as in `jnp`. The kernel
+        computes float16 and bfloat16 in float32 and rounds where it stores; if f converts a float32 number to 16 bits, the
+        number is rounded there, too. f is traced once for each combination of dtypes, unless it closes over traced scalars.
 
-    Raises, in a call:
-        TypeError: f contains something that a kernel cannot run: arrays inside f, loops, side effects, complex numbers, a
-            primitive without a counterpart. The error names the primitive and the line in f. An operand is not an array, or
-            is given by name.
-        ValueError: f returns arrays, or nothing; shapes do not broadcast.
+    Raises:
+        TypeError: in a call, if f contains something that a kernel cannot run: arrays inside f, loops, side effects, complex
+            numbers, a primitive without a counterpart; the error names the primitive and the line in f. An operand is not an
+            array, or is given by name. `name` is not a string, or f not a function.
+        ValueError: in a call, if f returns arrays, or nothing, or shapes do not broadcast.
+
+    Derivatives: forward and reverse mode, of any order, by all operands and closed-over scalars. One kernel computes all
+    gradients, and sums those of operands that were broadcast in float32 or wider, in the same order in every run, if the
+    broadcast dimensions lead or trail.
+
+    Cost: each operand is read once, in place, and each result is written once. The gradient reads the operands that it
+    needs and the cotangents, and writes the gradients. XLA runs functions of more than about 2000 operations (40 of `sin`,
+    `pow` and their like), which take minutes to compile as kernels; a warning gives the size.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> @jaxkern.elementwise_kernel

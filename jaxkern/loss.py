@@ -40,18 +40,13 @@ def softmax_cross_entropy(
     score: Callable[..., ArrayLike] | None = None,
     score_args: Sequence[ArrayLike] = (),
 ) -> jax.Array:
-    """Cross-entropy of softmax(logits), or of softmax(score(logits)), and integer labels, as
+    """log(sum(exp(x))) - x[y] for a row of logits x with the label y, as
     `optax.softmax_cross_entropy_with_integer_labels`.
 
-    For a row of logits x with the label y
+    With label smoothing and a z loss:
 
         lse = log(sum(exp(x)))
         loss = lse - (1 - label_smoothing) * x[y] - label_smoothing * mean(x) + z_loss * lse**2
-
-    The loss reads the logits once, and the gradient once more. The gradient overwrites the logits if they are donated or
-    an intermediate result; all other residuals are a few numbers per row. If the cotangents do not depend on the loss
-    (a mean or a weighted sum), a program compiled from `jit(value_and_grad(...))` computes loss and gradient in one
-    read.
 
     Args:
         logits: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in float64.
@@ -66,12 +61,6 @@ def softmax_cross_entropy(
         score, score_args: as for `softmax`: x above is then `score(logit, *indices, *args)`, a function of scalars that is
             compiled into the kernels. A class with a score of -inf counts as masked.
 
-    With `score` too, the loss is one kernel, which reads the logits once; the score of the label is gathered. One kernel
-    computes all gradients, including the gradients of `score_args` and of closed-over scalars. It computes the scores again:
-    it reads the logits once and writes the gradient once, and never overwrites the logits. Loss and gradient are not
-    computed in one read, and label smoothing takes one more read. Gradients that sum over rows need a second, small
-    kernel for the sums.
-
     Returns:
         Array of the shape of `labels`: the loss of each row in nats; float64 for float64 logits, else float32. The loss
         and the gradient of a row are NaN if its label is neither a class nor `ignore_index`, or if a logit is NaN or
@@ -83,6 +72,15 @@ def softmax_cross_entropy(
             `score` contains an operation that a kernel cannot run, or does not take these arguments.
         ValueError: the shapes or `axis` do not match; `label_smoothing` is not in [0, 1]; an array of `score_args` does not
             broadcast to the logits.
+
+    Derivatives: forward and reverse mode, of any order, by `logits`, `score_args` and scalars that `score` closes over. The
+    residuals are the logits and a few numbers for each row.
+
+    Cost: for n logits of e bytes, the loss reads n e bytes; the gradient reads them again and writes n e bytes: 3 n e in
+    all. It overwrites the logits if they are donated or an intermediate result. If the cotangents do not depend on the loss
+    (a mean or a weighted sum), a program compiled from `jit(value_and_grad(...))` computes loss and gradient in one read: 2
+    n e. With `score`, loss and gradient are one kernel each, which compute the scores: 3 n e, one read more with label
+    smoothing, and never in place.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> logits = jnp.array([[1.0, 1.0], [0.0, 50.0], [3.0, 4.0]])
@@ -130,20 +128,34 @@ def softmax_cross_entropy_and_grad(
     """The losses of `softmax_cross_entropy`, and the gradient of their weighted sum, in one read of the logits.
 
     Args:
+        logits: array of any shape, floating-point, as for `softmax_cross_entropy`.
+        labels: integer array of the shape of `logits` without `axis`: the class of each row.
         weights: a number for each row, broadcast to the shape of `labels`; ones by default. For a mean: 1 / rows.
-        The others: as for `softmax_cross_entropy`.
+        axis: the dimension of the classes, an int.
+        where: boolean array that broadcasts to the shape of `logits`: the classes that count.
+        label_smoothing: a Python number from 0 to 1.
+        z_loss: a Python number: the weight of lse**2.
+        ignore_index: an int: rows with this label have loss 0 and gradient 0.
 
     Returns:
         (loss, gradient): the unweighted losses, and d(sum(weights * loss))/d(logits), of the dtype of the logits. The
         gradient overwrites the logits if they are donated or an intermediate result.
 
     Raises:
-        As `softmax_cross_entropy`. ValueError if `weights` do not broadcast; TypeError if they are not real.
+        TypeError: `logits`, `labels` or `where` is of the wrong type; `weights` are not real; `label_smoothing` or `z_loss` is
+            not a Python number.
+        ValueError: the shapes or `axis` do not match; `weights` do not broadcast; `label_smoothing` is not in [0, 1].
+
+    Derivatives: forward and reverse mode, of any order, of the losses and of the gradient, by `logits` and `weights`.
+
+    Cost: for n logits of e bytes, n e bytes are read and n e are written, in place if the logits may be overwritten.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> loss, gradient = jaxkern.softmax_cross_entropy_and_grad(jnp.zeros((1, 4)), jnp.array([1]), 2.0)
     >>> gradient.tolist()
     [[0.5, -1.5, 0.5, 0.5]]
+
+    Source: loss and gradient in one pass, Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024.
     """
     name = "softmax_cross_entropy_and_grad"
     options = _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
@@ -181,11 +193,6 @@ def linear_softmax_cross_entropy(
 ) -> jax.Array:
     """`softmax_cross_entropy(h @ weight + bias, labels)`, the head of a language model, without its array of logits.
 
-    Chunks of logits are computed, reduced to losses, and turned into their gradients in place. With a mean or a sum, the
-    same pass computes the gradients of `h`, `weight` and `bias` if the program differentiates the loss: three matrix
-    products, as many as with all logits at once. With "none" the cotangents are not known yet, so that the backward pass
-    computes the logits again. Derivatives of higher order use all logits at once.
-
     Memory beside operands and results, for n rows, chunks of r rows, a vocabulary of v and logits of e bytes:
 
         whole         n v e               where this is within the budget: one chunk
@@ -195,7 +202,8 @@ def linear_softmax_cross_entropy(
                                           some logits are computed twice (a third more work at most)
 
     `jaxkern.algorithms.choose("linear_softmax_cross_entropy", rows, d, vocabulary, dtype=..., memory=...)` says which algorithm
-    runs, and `jaxkern.algorithms.force` forces one, on every platform. On platforms without kernels, XLA may hold two copies of a chunk.
+    runs, and `jaxkern.algorithms.force` forces one, on every platform. On platforms without kernels, XLA may hold two
+    copies of a chunk.
 
     Args:
         h: activations [..., d]: float16, bfloat16, float32 or float64.
@@ -219,6 +227,14 @@ def linear_softmax_cross_entropy(
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: shapes do not match, or an option is out of range; `memory` is too little for any algorithm.
+
+    Derivatives: forward and reverse mode, by `h`, `weight`, `bias` and `weights`. Derivatives of higher order use all
+    logits at once.
+
+    Cost: chunks of logits are computed, reduced to losses, and turned into their gradients in place, in the memory above.
+    With a mean or a sum, the same pass computes the gradients of `h`, `weight` and `bias` if the program differentiates the
+    loss: three matrix products, as many as with all logits at once. With "none" the cotangents are not known yet, so that
+    the backward pass computes the logits again: four products.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> h, table = jnp.ones((4, 8)), jnp.zeros((100, 8))

@@ -39,9 +39,9 @@ def group_norm(
 ) -> jax.Array:
     """(x - mean) / sqrt(var + eps) * scale + bias, with the mean and variance of each example and group of channels.
 
-    The same as `flax.linen.GroupNorm`, `flax.nnx.GroupNorm`, `haiku.GroupNorm` and `equinox.nn.GroupNorm` without their
-    rounding: statistics are computed in float32 from deviations, not as mean(x^2) - mean(x)^2 (flax's
-    `use_fast_variance`), and the result is rounded once. The default `eps` is flax's; equinox and haiku have 1e-5.
+    It computes what the GroupNorm layers of flax, haiku and equinox compute, without their rounding: statistics are
+    computed in float32 from deviations, not as mean(x^2) - mean(x)^2 (flax's `use_fast_variance`), and the result is
+    rounded once. The default `eps` is flax's; equinox and haiku have 1e-5.
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in float64. Integers
@@ -53,7 +53,8 @@ def group_norm(
         channel_axis: the dimension of x along which channels lie. Any dimension is read in place.
         batch_axes: the dimensions of examples, an int, a tuple of ints, or () if x is one example, as in equinox. Dimensions
             that do not lead are first moved to the front, and the result back, which costs two copies.
-        eps, epsilon: as for `rms_norm`.
+        eps: added to the variance, a Python number.
+        epsilon: flax's name of `eps`.
         dtype: the type of the result; by default the type of `x`.
         epilogue: function of a scalar, such as `jax.nn.silu`, applied to each normalised element in the computing type,
             before it is rounded and stored. It is compiled into the kernel, unless it closes over traced scalars. XLA
@@ -69,6 +70,12 @@ def group_norm(
             callable, or contains an operation that a kernel cannot run.
         ValueError: an axis is out of bounds or repeated, or the channels are an axis of examples; `groups` does not
             divide the channels; `eps` is negative; a shape does not fit.
+
+    Derivatives: forward and reverse mode, of any order, by `x`, `scale` and `bias`. The residuals are these and the
+    statistics. One operation computes the three gradients. XLA computes the derivative of `epilogue`.
+
+    Cost: for n elements of e bytes, the call moves 2 n e bytes and the gradient 3 n e, if channels lie last and a group
+    fits into the shared memory of a few blocks. Other groups are read twice: 3 n e bytes and 5 n e.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> y = jaxkern.group_norm(jnp.array([[1.0, 3.0, 10.0, 30.0]]), 2, eps=0)
@@ -117,8 +124,13 @@ def batch_norm(
     variance. As in these libraries, the variance is the biased one; it is computed from deviations.
 
     Args:
-        x, scale, bias, channel_axis, dtype, epilogue: as for `group_norm`. Statistics are over all other dimensions.
-        eps, epsilon: as for `group_norm`. The default is flax's, haiku's and equinox's.
+        x: array of any shape and dtype, as for `group_norm`.
+        scale, bias: arrays that broadcast to [channels], of a floating-point dtype of their own. None: 1 and 0.
+        channel_axis: the dimension of x along which channels lie. Statistics are over all other dimensions.
+        eps: added to the variance, a Python number. The default is flax's, haiku's and equinox's.
+        epsilon: flax's name of `eps`.
+        dtype: the type of y; by default the type of `x`.
+        epilogue: function of a scalar that is applied to each normalised element, as for `group_norm`.
         mean, var: arrays that broadcast to [channels], to normalise with, as in inference; XLA computes the result. Give
             both or neither.
 
@@ -128,7 +140,15 @@ def batch_norm(
         devices; inside `shard_map` they cover the part of each device.
 
     Raises:
-        as `group_norm`; TypeError: one of `mean` and `var` is given without the other.
+        TypeError: an array is complex or not an array; `channel_axis` is not an int; `eps` is given under both of its
+            names, or is not a Python number; `dtype` is not floating-point; one of `mean` and `var` is given without the
+            other; `epilogue` is not callable, or contains an operation that a kernel cannot run.
+        ValueError: `channel_axis` is out of bounds; `eps` is negative; a shape does not fit.
+
+    Derivatives: forward and reverse mode, of any order, of all three results, by `x`, `scale` and `bias`.
+
+    Cost: for n elements of e bytes, the call reads `x` twice, once for the statistics, and writes y: 3 n e bytes. The
+    gradient reads `x` and the cotangent twice: 5 n e. With `mean` and `var` given, one pass of XLA moves 2 n e bytes.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> x = jnp.array([[1.0, 5.0], [3.0, 9.0]])

@@ -36,7 +36,7 @@ def reduce_sum(
     where: ArrayLike | None = None,
     promote_integers: bool = True,
 ) -> jax.Array:
-    """Sum along `axis`, as `jnp.sum`.
+    """sum(x) along `axis`, as `jnp.sum`.
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are summed in float32 within a few vectors and in float64
@@ -64,6 +64,12 @@ def reduce_sum(
         ValueError: `axis` is out of bounds or repeats a dimension; `where` does not broadcast to `x`; `initial` is not a
             scalar.
 
+    Derivatives: forward and reverse mode, of any order. The sum is linear: its gradient spreads the cotangent over the row,
+    which XLA fuses with the operations that read it.
+
+    Cost: n e bytes are read, for n elements of e bytes, and one element for each row is written. The gradient reads these
+    and writes n e bytes, unless XLA fuses it.
+
     >>> import jax.numpy as jnp, jaxkern
     >>> x = jnp.arange(6).reshape(2, 3)
     >>> jaxkern.reduce_sum(x).tolist(), jaxkern.reduce_sum(x, 1, where=jnp.array([True, True, False])).tolist()
@@ -80,11 +86,29 @@ def reduce_mean(
     keepdims: bool = False,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """Mean along `axis`, as `jnp.mean`.
+    """sum(x) / n along `axis`, as `jnp.mean`.
 
-    Arguments and errors as for `reduce_sum`; `dtype` is floating-point. Integers and booleans give float32, 64-bit
-    integers float64. The sum is divided before it is rounded, so that a float16 mean is finite even if the sum would
-    overflow. With `where`, the mean of the unmasked elements; NaN for rows that are entirely masked.
+    Args:
+        x: array of any shape and real dtype, summed as in `reduce_sum`. Integers and booleans give float32, 64-bit integers
+            float64.
+        axis: an int, a tuple of ints, or None (the default) for all axes, as for `reduce_sum`.
+        dtype: the type of the result, floating-point.
+        keepdims: whether the result keeps the axes, with size 1.
+        where: boolean array that broadcasts to the shape of `x`: n counts the elements where it is True, and the others do
+            not enter the sum.
+
+    Returns:
+        Array of the shape of `x` without the axes; NaN for rows that are entirely masked. The sum is divided before it is
+        rounded, so that a float16 mean is finite even if the sum would overflow. Bitwise reproducible.
+
+    Raises:
+        TypeError: `x` is complex or not an array; `where` is not boolean; `dtype` is not floating-point; `keepdims` is not a
+            bool.
+        ValueError: `axis` is out of bounds or repeats a dimension; `where` does not broadcast to `x`.
+
+    Derivatives: forward and reverse mode, of any order. The mean is linear, as the sum is.
+
+    Cost: as for `reduce_sum`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.reduce_mean(jnp.array([[1.0, 3.0], [5.0, 6.0]]), axis=-1, keepdims=True).tolist()
@@ -101,12 +125,29 @@ def reduce_max(
     initial: ArrayLike | None = None,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """Maximum along `axis`, as `jnp.max`: NaN if an element is NaN (on the CPU, XLA computes it and may lose the NaN).
+    """max(x) along `axis`, as `jnp.max`.
 
-    Arguments and errors as for `reduce_sum`; the result is no less than `initial`. It raises a ValueError if the axes hold
-    no element and neither `where` nor `initial` is given. The maximum of a row that is entirely masked is `initial`, by
-    default -inf, or the lowest number of a dtype without infinity; `jnp.max` requires `initial` there. Elements that
-    equal the maximum share its gradient equally.
+    Args:
+        x: array of any shape and real dtype.
+        axis: an int, a tuple of ints, or None (the default) for all axes, as for `reduce_sum`.
+        keepdims: whether the result keeps the axes, with size 1.
+        initial: a scalar; the result is no less.
+        where: boolean array that broadcasts to the shape of `x`. Elements where it is False do not count.
+
+    Returns:
+        Array of the shape of `x` without the axes, and of its dtype. It is NaN if an element is NaN (on a CPU, XLA computes it
+        and may lose the NaN). The maximum of a row that is entirely masked is `initial`, by default -inf, or the lowest
+        number of a dtype without infinity; `jnp.max` requires `initial` there.
+
+    Raises:
+        TypeError: `x` is complex or not an array; `where` is not boolean; `initial` is not real; `keepdims` is not a bool.
+        ValueError: the axes hold no element and neither `where` nor `initial` is given; `axis` is out of bounds or repeats
+            a dimension; `where` does not broadcast to `x`; `initial` is not a scalar.
+
+    Derivatives: forward and reverse mode, of any order. Elements that equal the maximum share its gradient equally.
+
+    Cost: n e bytes are read, for n elements of e bytes, and one element for each row is written. The gradient reads `x`
+    again and writes n e bytes.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> jax.grad(lambda x: jaxkern.reduce_max(x))(jnp.array([2.0, 1.0, 2.0])).tolist()
@@ -123,10 +164,27 @@ def reduce_min(
     initial: ArrayLike | None = None,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """Minimum along `axis`, as `jnp.min`: NaN if an element is NaN (on the CPU, XLA computes it and may lose the NaN).
+    """min(x) along `axis`, as `jnp.min`.
 
-    Arguments, errors and gradient as for `reduce_max`; the result is no greater than `initial`. The minimum of a row that
-    is entirely masked is `initial`, by default inf, or the greatest number of a dtype without infinity.
+    Args:
+        x: array of any shape and real dtype.
+        axis: an int, a tuple of ints, or None (the default) for all axes, as for `reduce_sum`.
+        keepdims: whether the result keeps the axes, with size 1.
+        initial: a scalar; the result is no greater.
+        where: boolean array that broadcasts to the shape of `x`. Elements where it is False do not count.
+
+    Returns:
+        Array of the shape of `x` without the axes, and of its dtype; NaN as in `reduce_max`. The minimum of a row that is
+        entirely masked is `initial`, by default inf, or the greatest number of a dtype without infinity.
+
+    Raises:
+        TypeError: `x` is complex or not an array; `where` is not boolean; `initial` is not real; `keepdims` is not a bool.
+        ValueError: the axes hold no element and neither `where` nor `initial` is given; `axis` is out of bounds or repeats
+            a dimension; `where` does not broadcast to `x`; `initial` is not a scalar.
+
+    Derivatives: forward and reverse mode, of any order. Elements that equal the minimum share its gradient equally.
+
+    Cost: as for `reduce_max`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.reduce_min(jnp.array([[3, 1, 2], [7, 9, 8]]), axis=1).tolist()
@@ -143,7 +201,7 @@ def logsumexp(
     return_sign: bool = False,
     where: ArrayLike | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """log(sum(b * exp(x))) along `axis`, as `jax.nn.logsumexp`, in one read of `x` of any size.
+    """log(sum(b * exp(x))) along `axis`, as `jax.nn.logsumexp`.
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in float64, and
@@ -162,6 +220,12 @@ def logsumexp(
             `keepdims` or `return_sign` is not a bool.
         ValueError: `axis` is out of bounds or repeats a dimension; `where` does not broadcast to `x`, or `x` and `b` not
             together.
+
+    Derivatives: forward and reverse mode, of any order. The gradient is b exp(x - largest) / total, from two numbers for
+    each row that the forward kernel also computes; XLA fuses it with the operations that read it.
+
+    Cost: n e bytes are read once, for n elements of e bytes and rows of any length, and one element for each row is
+    written. The gradient reads `x` again and writes n e bytes.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> x = jnp.array([[1000.0, 1000.0], [-1.0, 0.0]])

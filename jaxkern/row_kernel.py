@@ -17,7 +17,7 @@ KEPT = 256  # traces of a function, each for other types of its operands
 
 
 def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = None) -> Callable:
-    """Makes one kernel of a function that is elementwise along all axes but one, and reduces along that one.
+    """y = f(x1, x2, ...) as one kernel, for an f that is elementwise along all axes but one, and reduces along that one.
 
     Args:
         f: an ordinary function of arrays, or of pytrees of arrays, in terms of `jax.numpy`, `jax.nn` and `jax.lax`. Along
@@ -33,16 +33,22 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
         axis: the axis of the row in the operand with most dimensions.
         name: how errors name f; its own name by default.
 
-    Returns: a function of arrays of any real dtype and of Python numbers, with `row_kernel(f)(*args)` equal to `f(*args)` up
-    to rounding. Each operand is read once, in place, also if it lacks some axes (a bias, a mask, a label for each row), and each
-    result is written once. 16-bit types are computed in float32, sums too, and rounded where they are stored. Gradients of
-    any order are row functions as well, one kernel each. This kernel also sums gradients of operands that broadcast, in the
-    same order in every run. Results may be float8_e4m3fn or float8_e5m2, operands may not. Rows may have any length. XLA runs f
-    on a CPU, and where two operands end in different axes.
+    Returns:
+        A function of arrays of any real dtype and of Python numbers, with `row_kernel(f)(*args)` equal to `f(*args)` up to
+        rounding. 16-bit types are computed in float32, sums too, and rounded where they are stored. Results may be
+        float8_e4m3fn or float8_e5m2, operands may not.
 
-    Raises, in a call:
-        TypeError: f contains an operation that a row function may not use. The error names it and its line in f.
-        ValueError: `axis` is out of bounds, or f returns no array.
+    Raises:
+        TypeError: in a call, if f contains an operation that a row function may not use; the error names it and its line in
+            f. An operand is not an array, or is given by name. `name` is not a string, `axis` not an int, or f not a function.
+        ValueError: in a call, if `axis` is out of bounds, or f returns no array.
+
+    Derivatives: forward and reverse mode, of any order, by all operands and closed-over arrays. They are row functions as
+    well, one kernel each, which also sums gradients of operands that broadcast, in the same order in every run.
+
+    Cost: each operand is read once, in place, also if it lacks some axes (a bias, a mask, a label for each row), and each
+    result is written once. Rows may have any length; rows that are too long to be kept are read again for each reduction
+    that depends on another. XLA runs f on a CPU, and where two operands end in different axes.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> @jaxkern.row_kernel

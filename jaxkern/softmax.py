@@ -38,11 +38,7 @@ def softmax(
     score_args: Sequence[ArrayLike] = (),
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Softmax of `scale * x + bias`, or of `score(x)`, along `axis`, as `jax.nn.softmax`.
-
-    One kernel reads `x` once, or twice if its rows are too long to be kept, and writes the result, whichever arguments are
-    given. The gradient is one kernel, too. Its residual is the result. With dropout the residuals are `x` and the other
-    arguments, and the gradient recomputes the softmax.
+    """exp(s) / sum(exp(s)) along `axis`, as `jax.nn.softmax`, for s = scale * x + bias or s = score(x).
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in
@@ -77,17 +73,13 @@ def softmax(
             the kernel rounds once and writes 16 bits, and the gradient is computed from the 16-bit result: use it for
             16-bit matrix products that follow float32 logits. Other combinations convert the result.
 
-    Which elements are dropped depends only on the key, the number of the row among all rows of `x`, and the position in
-    the row. The result is therefore the same on the CPU and on CUDA, under `jit`, `jax.checkpoint` and any sharding.
-    Under `vmap` each example numbers its own rows: give each example its own key, or all drop the same elements. Inside
-    `shard_map`, `x` is the part on one device.
+    Dropout: which elements are dropped depends only on the key, the number of the row among all rows of `x`, and the
+    position in the row. The result is therefore the same on the CPU and on CUDA, under `jit`, `jax.checkpoint` and any
+    sharding. Under `vmap` each example numbers its own rows: give each example its own key, or all drop the same elements.
+    Inside `shard_map`, `x` is the part on one device.
 
-    The fused kernels run if `axis` is the last dimension that has more than one element. Other axes use XLA, with the
-    same dropout bits. With `score` the residuals are `x` and these arguments, and the gradient by `x` is one kernel.
-    Gradients of `score_args` and of closed-over scalars take one more kernel for the derivative of the scores, and one
-    for all sums. Under `vmap` indices count within each example, inside `shard_map` within the part on one device.
-
-    Score functions for attention logits `x[batch, head, query, key]`:
+    Score functions for attention logits `x[batch, head, query, key]`; under `vmap` indices count within each example, inside
+    `shard_map` within the part on one device:
 
         cap = lambda s, b, h, q, k: 30 * jnp.tanh(s / 30)                              # soft cap
         alibi = lambda s, b, h, q, k, slope: s + slope * (k - q)                       # slopes[:, None, None]
@@ -109,6 +101,16 @@ def softmax(
             is not a scalar; `causal` is given with an axis other than the last; `dropout_rate` is not in [0, 1), or is
             not 0 without a key; an array of `score_args` does not broadcast to `x`; `score` is given with several axes,
             or does not return one number.
+
+    Derivatives: forward and reverse mode, of any order, by `x`, `scale`, `bias`, `score_args` and scalars that `score`
+    closes over. The gradient by `x` is one kernel. Its residual is the result; with dropout or a traced scale, and with
+    `score`, the residuals are the arguments, and the kernel computes the softmax again. Gradients of `score_args` and of
+    closed-over scalars take one more kernel for the derivative of the scores, and one for all sums.
+
+    Cost: for n elements of e bytes, the call moves 2 n e bytes and the gradient 3 n e, and what masks, biases and
+    `score_args` occupy. Rows that are too long to be kept are read twice, which adds n e. The arguments `scale`, `bias`,
+    `causal` and dropout select kernels for the last axis (of more than one element); along other axes XLA runs them, with
+    the same dropout bits.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> x = jnp.array([[0.0, 0.0, 5.0], [1.0, 1.0, 1.0]])
@@ -162,7 +164,7 @@ def log_softmax(
     score: Callable[..., ArrayLike] | None = None,
     score_args: Sequence[ArrayLike] = (),
 ) -> jax.Array:
-    """Logarithm of the softmax of `scale * x + bias`, or of `score(x)`, along `axis`, as `jax.nn.log_softmax`.
+    """s - log(sum(exp(s))) along `axis`, as `jax.nn.log_softmax`, for s = scale * x + bias or s = score(x).
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in
@@ -184,6 +186,12 @@ def log_softmax(
             `scale` is not a number; `score` as for `softmax`.
         ValueError: `axis` is out of bounds or repeats a dimension; `where` or `bias` does not broadcast to `x`;
             `scale` is not a scalar; `score` and `score_args` as for `softmax`.
+
+    Derivatives: forward and reverse mode, of any order, by the same arguments as `softmax`. The gradient by `x` is one
+    kernel. Its residual is the result in 16 bits; in wider types, and with other arguments, it is `x`, because the gradient
+    would magnify the rounding error of the result.
+
+    Cost: for n elements of e bytes, the call moves 2 n e bytes and the gradient 3 n e, as for `softmax`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> y = jaxkern.log_softmax(jnp.array([3.0, 3.0, 7.0]), where=jnp.array([True, True, False]))

@@ -6,7 +6,7 @@ import collections.abc
 import concurrent.futures
 import dataclasses
 import textwrap
-import typing
+from collections.abc import Callable
 
 import jax
 
@@ -101,7 +101,7 @@ class Source(collections.abc.Sequence):
     __repr__ = __str__
 
 
-def source(f: typing.Callable) -> typing.Callable[..., Source]:
+def source(f: Callable) -> Callable[..., Source]:
     """A function of the arguments of `f` that returns the kernels of jaxkern that `jax.jit(f)` would run on a GPU.
 
     It runs nothing, and needs no GPU. Plans are made and kernels are compiled for the GPU of this machine, or for an H200 if

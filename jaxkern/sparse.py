@@ -38,10 +38,10 @@ def embedding_bag(
     mode: str = "sum",
     indices_are_sorted: bool = False,
 ) -> jax.Array:
-    """Sums, means or maxima of the rows of `table` that each bag of ids names.
+    """y[b] = sum, mean or max of weights[k] * table[ids[k]] over the ids k of bag b.
 
     Args:
-        table: array of shape (rows, ...).
+        table: array of shape (rows, ...), of real numbers.
         ids: integer array: of shape (bags, ids of a bag), or of shape (count,) with segment_ids or offsets. An id outside
             [0, rows), such as -1, is padding: it contributes nothing to its bag.
         segment_ids: integer array of shape (count,): the bag of each id. An id whose bag is out of range is left out.
@@ -54,15 +54,21 @@ def embedding_bag(
         indices_are_sorted: a promise that segment_ids ascend, which saves sorting them.
 
     Returns:
-        Array of shape (bags, *table.shape[1:]) and the type of table, or of table and weights; 0 for a bag without ids.
-        One kernel gathers the rows and adds them up in float32 or wider; if `ids` is an array of bags of up to 64 ids, one
-        XLA loop does. The gradient with respect to table sorts the ids.
+        Array of shape (bags, *table.shape[1:]) and the type of table, or of table and weights; 0 for a bag without ids. Rows
+        are added in float32 or wider, and rounded once.
 
     Raises:
         TypeError: `table` or `weights` is not an array of numbers; `ids`, `segment_ids` or `offsets` is not an array of
             integers; `num_bags` is not an int, or is missing under jit.
         ValueError: shapes do not match; flat ids come with neither or both of `segment_ids` and `offsets`; `mode` is
             unknown; `weights` are given with a mode other than "sum".
+
+    Derivatives: forward and reverse mode, of any order, by `table` and `weights`. The gradient by `table` sorts the ids,
+    and is bitwise reproducible; in mode "max" it goes to the first row that attains the maximum.
+
+    Cost: one kernel gathers each row that is named once, and writes each bag once; if `ids` is an array of bags of up to 64
+    ids, one XLA loop does. The array of gathered rows is never written. The gradient reads each bag's cotangent for its
+    ids, and writes an array of the size of `table`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> table = jnp.array([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
@@ -254,26 +260,34 @@ def _lowest(dtype):
 
 
 def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = None) -> jax.Array:
-    """The product of a sparse matrix and a dense one, `a @ b`.
+    """`a @ b` for a sparse matrix a and a dense array b.
 
     Args:
         a: `jax.experimental.sparse.BCOO` or `BCSR` of shape (m, n), without batch or dense dimensions.
-        b: array of shape (n, ...).
+        b: array of shape (n, ...), of real numbers.
         graph: the result of `spmm_graph` for a matrix whose elements are at the same positions. Then nothing is sorted.
 
     Returns:
         Array of shape (m, *b.shape[1:]). Products are summed in float32 or wider and rounded once, with the same bits in
-        every run. The gradients by b and by a's elements are one kernel each; the latter is computed only at a's elements.
+        every run.
 
     Raises:
         TypeError: `a` is not a sparse matrix of numbers, or `b` is not an array of numbers; `graph` is not a Graph.
         ValueError: shapes do not match, or `graph` belongs to another matrix.
+
+    Derivatives: forward and reverse mode, of any order, by `b` and the elements of `a`. One kernel computes the gradient by
+    `b`, one the gradient by the elements, and only at their positions.
+
+    Cost: for each element of `a`, a row of `b` is gathered; each row of the result is written once. Without `graph`,
+    elements are sorted for the gradient, and for the product unless they are in order.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> from jax.experimental import sparse
     >>> a = sparse.BCOO.fromdense(jnp.array([[0.0, 2.0], [3.0, 0.0], [0.0, 0.0]]))
     >>> jaxkern.spmm(a, jnp.array([[1.0, 10.0], [2.0, 20.0]])).tolist()
     [[4.0, 40.0], [3.0, 30.0], [0.0, 0.0]]
+
+    Source: Wang et al., "Deep Graph Library", 2019, which writes messages as sparse products.
     """
     _check_matrix("spmm", a)
     b = _numbers("spmm", "b", b)
@@ -293,7 +307,16 @@ def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = No
 def spmm_graph(a: sparse.BCOO | sparse.BCSR) -> Graph:
     """The graph of a sparse matrix: an edge from column to row for each element, for `spmm` to take.
 
-    a: as for `spmm`. Rows that are in order (a BCSR, or a BCOO whose `indices_sorted` is set) are not sorted again.
+    Args:
+        a: `jax.experimental.sparse.BCOO` or `BCSR` of shape (m, n), without batch or dense dimensions. Rows that are in
+            order (a BCSR, or a BCOO whose `indices_sorted` is set) are not sorted again.
+
+    Returns:
+        A `Graph` with n senders and m receivers.
+
+    Raises:
+        TypeError: `a` is not a sparse matrix of numbers.
+        ValueError: `a` has batch or dense dimensions.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> from jax.experimental import sparse
@@ -336,24 +359,30 @@ def graph_attention(
     edges: PyTree = None,
     reduce_features: int | tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """Attention along the edges of a graph: for each receiver the values of its senders, weighted by a softmax of scores.
+    """y[i] = sum of softmax(score)[e] * values[s] over the edges e from s to i: attention along the edges of a graph.
 
     Args:
         score: a function of scalars in JAX, called as f in `edge_sum` with one element of `senders`, `receivers` and
             `edges`; it returns the score of an edge.
         graph: a `Graph`.
-        values: array of shape (graph.num_senders, *heads, ...); *heads is the shape of a score.
+        values: array of shape (graph.num_senders, *heads, ...), of real numbers; *heads is the shape of a score.
         senders, receivers, edges: arrays or pytrees of arrays, as for `edge_sum`, from which scores are computed.
         reduce_features: axes of their features to sum scores over, as in `edge_map`: the last one for dot products.
 
     Returns:
-        Array of shape (graph.num_receivers, *values.shape[1:]), 0 where no edge ends. The forward pass runs one kernel for
-        the scores, one for the softmax, and one for the weighted sum. The only arrays of the size of the edges that it
-        writes are the scores and the weights, one number for each edge and head.
+        Array of shape (graph.num_receivers, *values.shape[1:]), 0 where no edge ends.
 
     Raises:
-        TypeError, ValueError: as for `edge_map`. TypeError: `values` is not an array of numbers, or `score` does not
-            return one. ValueError: `values` do not fit the scores.
+        TypeError: `graph` is not a Graph; `values` is not an array of numbers; `score` does not return one number, or
+            contains an operation that a kernel cannot run; `reduce_features` is not an int or a tuple of ints.
+        ValueError: shapes do not fit the graph; `values` do not fit the scores; `reduce_features` is out of bounds.
+
+    Derivatives: forward and reverse mode, of any order, by `values`, `senders`, `receivers`, `edges` and scalars that
+    `score` closes over.
+
+    Cost: one kernel computes the scores, one the softmax, and one the weighted sum, which gathers a row of `values` for
+    each edge. The only arrays of the size of the edges that they write are the scores and the weights, one number for each
+    edge and head.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
@@ -400,7 +429,7 @@ def _attention_over_devices(graph, scores, values):
 
 
 def moe_combine(x: ArrayLike, indices: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
-    """Weighted sums of the experts' results for each token of a mixture of experts: from slots back to tokens.
+    """y[t] = sum of weights[t, j] * x[indices[t, j]] over j: from the slots of experts back to tokens.
 
     Args:
         x: array of shape (slots, ...), the results of all experts.
@@ -409,12 +438,17 @@ def moe_combine(x: ArrayLike, indices: ArrayLike, weights: ArrayLike | None = No
         weights: array of shape (tokens, k), or None for 1.
 
     Returns:
-        Array of shape (tokens, *x.shape[1:]), summed in float32 or wider and rounded once. No array of the size
-        tokens * k * features is written. The gradient by x sorts the indices; the gradient by weights does not.
+        Array of shape (tokens, *x.shape[1:]), summed in float32 or wider and rounded once.
 
     Raises:
         TypeError: `x` or `weights` is not an array of numbers, or `indices` is not an array of integers.
         ValueError: shapes do not match.
+
+    Derivatives: forward and reverse mode, of any order, by `x` and `weights`. The gradient by `x` sorts the indices; the
+    gradient by `weights` does not.
+
+    Cost: a row of `x` is read for each token and expert, and each token is written once. No array of the size tokens * k *
+    features is written.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> x = jnp.array([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
@@ -436,23 +470,30 @@ def moe_combine(x: ArrayLike, indices: ArrayLike, weights: ArrayLike | None = No
 
 
 def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
-    """Copies tokens to the slots of their experts: the transpose of `moe_combine` without weights.
+    """y[s] = sum of the tokens x[t] with indices[t, j] = s: the transpose of `moe_combine` without weights.
 
     Args:
-        x: array of shape (tokens, ...).
-        indices: as for `moe_combine`. A slot that several tokens name gets the sum of these tokens.
+        x: array of shape (tokens, ...), of real numbers.
+        indices: integer array of shape (tokens, k), as for `moe_combine`. A slot that several tokens name gets the sum of
+            these tokens.
         num_slots: the number of slots, an int.
 
     Returns:
-        Array of shape (num_slots, *x.shape[1:]), 0 in slots that no token is in. The gradient is `moe_combine`.
+        Array of shape (num_slots, *x.shape[1:]), 0 in slots that no token is in.
 
     Raises:
         TypeError: `x` is not an array of numbers, `indices` is not an array of integers, or `num_slots` is not an int.
         ValueError: shapes do not match, or `num_slots` is negative.
 
+    Derivatives: forward and reverse mode, of any order. The gradient is `moe_combine`, and sorts nothing.
+
+    Cost: each token is read for each of its slots, and each slot is written once. The indices are sorted first.
+
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.moe_dispatch(jnp.array([1.0, 2.0]), jnp.array([[2, 0], [3, -1]]), 5).tolist()
     [1.0, 0.0, 1.0, 2.0, 0.0]
+
+    Source: Shazeer et al., "Outrageously Large Neural Networks", 2017.
     """
     name = "moe_dispatch"
     x, indices = _numbers(name, "x", x), _slots(name, indices)

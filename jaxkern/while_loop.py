@@ -22,10 +22,9 @@ LABEL = "jaxkern.while_loop"
 
 
 def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
-    """A while loop in which each lane stops on its own, as one kernel.
+    """While cond_fun(x): x = body_fun(x), in each lane on its own, as `jax.vmap` of `jax.lax.while_loop`.
 
-    For arrays of lanes it computes what `jax.vmap` of `jax.lax.while_loop` computes for each lane: while the condition of a
-    lane is true, the lane takes a step; then it keeps its carry.
+    While the condition of a lane is true, the lane takes a step; then it keeps its carry. One kernel runs all steps.
 
     Args:
         cond_fun: carry -> booleans, one for each lane, or a scalar for all.
@@ -37,16 +36,21 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
             close over arrays that broadcast. Numbers have any real dtype. 16-bit numbers are computed in float32 and rounded
             in every step.
 
-    Returns: the last carry. In the kernel a thread keeps the carry of its lane in registers and stops when its condition is
-    false. Each of several devices runs the loops of its own lanes, and sends nothing. On a CPU, which has no kernel, all lanes
-    take steps until the last one is done, and a selection keeps the carries of the others. Forward-mode derivatives and
-    batches are JAX's, and kernels too.
+    Returns:
+        The last carry, a pytree like `init_val`, whose arrays have the common shapes.
 
-    Raises, when it is traced:
-        TypeError: a function is not elementwise over lanes; the error names the operation and its line. cond_fun returns no
-            booleans, or body_fun another structure or dtype.
-        ValueError: shapes do not broadcast. In reverse mode: as for `jax.lax.while_loop`, there are no gradients, since the
-            number of steps is not known.
+    Raises:
+        TypeError: a function is not elementwise over lanes; the error, which is raised when the loop is traced, names the
+            operation and its line. cond_fun returns no booleans, or body_fun another structure or dtype.
+        ValueError: shapes do not broadcast, or the loop is differentiated in reverse mode.
+
+    Derivatives: forward mode, of any order, as kernels too. In reverse mode there are none, as for `jax.lax.while_loop`,
+    since the number of steps is not known: use `scan`, `jax.custom_vjp` or `jax.lax.custom_root`.
+
+    Cost: a thread keeps the carry of its lane in registers and stops when its condition is false: the carry is read and
+    written once, however many steps there are. Each of several devices runs the loops of its own lanes, and sends nothing.
+    On a CPU, which has no kernel, all lanes take steps until the last one is done, and a selection keeps the carries of the
+    others.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> a = jnp.array([1.0, 2.0, 9.0])

@@ -1,6 +1,5 @@
 """The package as it is installed: modules that load or say why not, the doctor, the examples in docs."""
 
-import doctest
 import importlib
 import inspect
 import os
@@ -142,31 +141,6 @@ def test_public_functions_are_annotated():
         for name in module.__all__:
             if inspect.isfunction(function := getattr(module, name)):
                 assert {*inspect.signature(function).parameters, "return"} == set(function.__annotations__), name
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "softmax",
-        "elementwise",
-        "elementwise_kernel",
-        "reduction",
-        "loss",
-        "index_add",
-        "segment",
-        "accelerate",
-        "source",
-        "algorithms",
-        "scan",
-        "associative_scan",
-        "norm",
-        "cumulative",
-        "recurrences",
-    ],
-)
-def test_examples_in_docstrings(module):
-    results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
-    assert results.attempted and not results.failed
 
 
 def test_private_jax_is_imported_nowhere():

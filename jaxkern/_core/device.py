@@ -6,11 +6,18 @@ import jax
 
 
 class Device(typing.NamedTuple):
-    """The properties of a GPU that plans depend on."""
+    """The properties of a GPU that plans depend on.
+
+    Attributes:
+        sm_count: the number of multiprocessors.
+        compute_capability: 10 * major + minor.
+        shared_memory: the bytes that a block can opt in to.
+        l2_bytes: the size of the L2.
+    """
 
     sm_count: int
-    compute_capability: int  # 10 * major + minor
-    shared_memory: int  # bytes that a block can opt in to
+    compute_capability: int
+    shared_memory: int
     l2_bytes: int = 50 << 20
 
 
@@ -32,7 +39,15 @@ def describe(gpu) -> Device:
 
 
 def this_device() -> Device:
-    """The first GPU that JAX sees, or an H200 if there is none."""
+    """The first GPU that JAX sees, or an H200 if there is none.
+
+    Returns:
+        A `Device`.
+
+    >>> from jaxkern import algorithms
+    >>> algorithms.this_device().sm_count > 0
+    True
+    """
     try:
         return describe(jax.local_devices(backend="cuda")[0])
     except RuntimeError:

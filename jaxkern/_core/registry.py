@@ -113,12 +113,16 @@ def warn(module: Module, gpu: bool) -> None:
 def export_checks() -> list:
     """The safety checks that `jax.export` must skip to export programs with this library's kernels.
 
+    Returns:
+        A list of `jax.export.DisabledSafetyCheck`.
+
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     >>> exported = jax.export.export(jax.jit(jaxkern.softmax), disabled_checks=jaxkern.export_checks())(shape)
 
     An artifact for CUDA contains launch lists, which name kernels of this version of the library. It runs only where this
-    version is imported; with another version it raises an error that names the version. An artifact is code: trust it like code.
+    version is imported; with another version it raises an error that names the version. An artifact is code: trust it like
+    code.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(cuda_targets)]
 

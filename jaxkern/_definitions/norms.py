@@ -74,6 +74,13 @@ def rms_norm(
         ValueError: `axis` is out of bounds, empty or repeats a dimension; `eps` is negative; a shape does not fit;
             `quantize` is used with another axis or with `dtype`, or its block does not divide the rows.
 
+    Derivatives: forward and reverse mode, of any order, by `x`, `scale`, `residual`, `epilogue_args` and scalars that
+    `epilogue` closes over. One kernel computes the gradients of `x` and `scale`; its residuals are the arguments.
+
+    Cost: for n elements of e bytes, the call moves 2 n e bytes, or 4 n e with a residual, and the gradient 3 n e. Rows that
+    are too long to be kept (1 MB; 128 KB before Hopper) are read twice, which adds n e. `quantize` writes 1 byte instead of
+    e.
+
     >>> import jax.numpy as jnp, jaxkern
     >>> y = jaxkern.rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 10.0]))
     >>> [round(v, 3) for v in y.tolist()]
@@ -105,16 +112,42 @@ def layer_norm(
     epilogue_args: Sequence[ArrayLike] = (),
     quantize: Quantization | None = None,
 ) -> jax.Array | tuple[typing.Any, ...]:
-    """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias along `axis`, as the layers of flax, equinox and haiku.
+    """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias along `axis`, as `flax.linen.LayerNorm` and `equinox.nn.LayerNorm`.
 
-    The default `eps` is flax's; equinox and haiku have 1e-5. The variance is the mean of the squared deviations from the
-    mean, which is at least as accurate as mean(x^2) - mean(x)^2 (flax's `use_fast_variance`).
+    The variance is the mean of the squared deviations from the mean, which is at least as accurate as mean(x^2) - mean(x)^2
+    (flax's `use_fast_variance`).
 
     Args:
-        bias: as `scale`. None: 0.
-        x, scale, axis, eps, epsilon, residual, where, dtype, epilogue, epilogue_args, quantize: as for `rms_norm`.
+        x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in float64, and the result
+            is rounded once. Integers promote as in `jax.nn`. float8 uses XLA.
+        scale, bias: arrays that broadcast to the dimensions of `x` along `axis`, of a floating-point dtype of their own. None:
+            1 and 0.
+        axis: an int, a tuple of ints, or None for all axes: the elements that are normalised together, as for `rms_norm`.
+        eps: added to the variance, a Python number. The default is flax's; equinox and haiku have 1e-5.
+        epsilon: flax's name of `eps`.
+        residual: array of the shape and dtype of `x` that is added to `x` first, as for `rms_norm`.
+        where: boolean array that broadcasts to the shape of `x`: statistics are of the elements where it is True.
+        dtype: the type of the result; by default the type of `x`.
+        epilogue, epilogue_args: a function of scalars that is applied to each normalised element before it is stored, and its
+            other operands, as for `rms_norm`.
+        quantize: a `Quantization`: return the result in 8 bits, with scales, as for `rms_norm`.
 
-    Returns, raises: as `rms_norm`.
+    Returns:
+        Array of the shape of `x`. With `quantize` instead (q, scale) or (q, scale, amax); with `residual` a pair of this result
+        and x + residual, as for `rms_norm`. Bitwise reproducible, and so are the gradients. A row with NaN or an infinity
+        contains NaN.
+
+    Raises:
+        TypeError: an array is complex or not an array; `residual` has another dtype than `x`; `where` is not boolean;
+            `eps` is not a Python number; `dtype` is not floating-point; `epilogue` is not callable, or contains an
+            operation that a kernel cannot run; `quantize` is not a `Quantization`, or has an unsupported dtype.
+        ValueError: `axis` is out of bounds, empty or repeats a dimension; `eps` is negative; a shape does not fit;
+            `quantize` is used with another axis or with `dtype`, or its block does not divide the rows.
+
+    Derivatives: forward and reverse mode, of any order, by all arrays but `where`. One kernel computes the gradients of
+    `x`, `scale` and `bias`; its residuals are the arguments.
+
+    Cost: as for `rms_norm`: for n elements of e bytes 2 n e bytes, or 4 n e with a residual, and 3 n e for the gradient.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> y, total = jaxkern.layer_norm(jnp.array([1.0, 2.0]), bias=jnp.array([0.5, 0.5]), residual=jnp.array([0.0, 1.0]))
@@ -143,17 +176,29 @@ def scale_norm(
     """scale * x / |x| along `axis`, with the Euclidean norm |x|: the length of each row becomes `scale`.
 
     Args:
+        x: array of any shape and dtype, as for `rms_norm`.
         scale: the length, an array of one element; or an array that broadcasts to the dimensions of `x` along `axis`, by which
             rows of length 1 are multiplied. Of a floating-point dtype of its own. None: 1.
+        axis: an int, a tuple of ints, or None for all axes: the elements that are normalised together, as for `rms_norm`.
         eps: the least norm that a row is divided by, a Python number. Rows of zeros stay 0.
-        x, axis, residual, dtype, epilogue, epilogue_args: as for `rms_norm`.
+        residual: array of the shape and dtype of `x` that is added to `x` first, as for `rms_norm`.
+        dtype: the type of the result; by default the type of `x`.
+        epilogue, epilogue_args: a function of scalars that is applied to each normalised element before it is stored, and its
+            other operands, as for `rms_norm`.
 
     Returns:
         Array of the shape of `x`; with `residual` a pair, that and x + residual. Bitwise reproducible, and so are the
         gradients. A row with NaN contains NaN. A row is 0 if its sum of squares is infinite in the computing type.
 
     Raises:
-        TypeError, ValueError: as `rms_norm`.
+        TypeError: an array is complex or not an array; `residual` has another dtype than `x`; `eps` is not a Python number;
+            `dtype` is not floating-point; `epilogue` is not callable, or contains an operation that a kernel cannot run.
+        ValueError: `axis` is out of bounds, empty or repeats a dimension; `eps` is negative; a shape does not fit.
+
+    Derivatives: forward and reverse mode, of any order, by `x`, `scale`, `residual` and `epilogue_args`. One kernel
+    computes the gradients of `x` and `scale`.
+
+    Cost: as for `rms_norm`: for n elements of e bytes 2 n e bytes, or 4 n e with a residual, and 3 n e for the gradient.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.scale_norm(jnp.array([[3.0, 4.0], [0.0, 0.0]]), 10.0).tolist()

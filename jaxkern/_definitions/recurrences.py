@@ -17,24 +17,32 @@ from jaxkern.scan import along_split_steps, linear_recurrence, scan
 def exponential_moving_average(
     x: ArrayLike, decay: ArrayLike, *, axis: int = 0, initial: ArrayLike | None = None, reverse: bool = False
 ) -> jax.Array:
-    """Averages of the elements so far, whose weights fall by `decay` from step to step.
+    """y[t] = decay y[t - 1] + (1 - decay) x[t] along `axis`, or without `initial` the mean of x[t - k] weighted by decay^k.
 
     Args:
         x: array of real dtype.
         decay: between 0 and 1: a number, or an array that broadcasts against `x`, such as one number for each feature.
         axis: the axis of the steps in their common shape.
         initial: None: the mean of the elements so far, element t - k weighted by decay^k. So there is no bias towards a first
-            value: it is `optax.ema` with `debias` and `ewm(adjust=True).mean()` of pandas. Otherwise y before the first step, in
+            value: it is `optax.ema` with `debias` and `ewm(adjust=True).mean()` of pandas. Otherwise y before the first
+                step, in
             y[t] = decay y[t - 1] + (1 - decay) x[t]; it broadcasts to the common shape without the axis. `initial=0` is
             `optax.ema` with `debias=False`, and the first element of `x` is `adjust=False` of pandas.
         reverse: averages from the last element to the first.
 
-    Returns: array of the common shape and floating-point dtype. 16-bit numbers are averaged in float32 and rounded once. It has
-    derivatives by `x`, `decay` and `initial`, and is a kernel where `scan` is. NaN stays in all later averages.
+    Returns:
+        Array of the common shape and floating-point dtype. 16-bit numbers are averaged in float32 and rounded once. NaN
+        stays in all later averages.
 
     Raises:
         TypeError: an operand is not an array of real dtype, `axis` not an int, or `reverse` not a bool.
         ValueError: shapes do not broadcast, or `axis` is out of bounds.
+
+    Derivatives: forward and reverse mode, of any order, by `x`, `decay` and `initial`. The gradient is a recurrence in the
+    other direction.
+
+    Cost: a `scan`, which is one kernel on a GPU: for n elements of e bytes, it moves 2 n e bytes (and the weights, if
+    `initial` is None). An operand that is the same in all steps is read once.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.exponential_moving_average(jnp.array([1.0, 2.5, 6.0]), 0.5).tolist()
@@ -74,23 +82,28 @@ def discounted_returns(
     done: ArrayLike | None = None,
     axis: int = 0,
 ) -> jax.Array:
-    """Discounted sums of the rewards from each step on: G[t] = rewards[t] + discounts[t] G[t + 1].
+    """G[t] = rewards[t] + discounts[t] G[t + 1]: discounted sums of the rewards from each step on.
 
     Args:
         rewards: array of real dtype: what is received for the action of each step.
         discounts: a number, or an array that broadcasts against `rewards`: the discount of what comes after each step.
         bootstrap: G after the last step, such as a critic's value; it broadcasts to the common shape without the axis. 0 by
             default.
-        done: boolean array that broadcasts to the common shape: whether the episode ends with the step. Nothing that comes after it
-            counts, as for a discount of 0.
+        done: boolean array that broadcasts to the common shape: whether the episode ends with the step. Nothing that comes
+            after it counts, as for a discount of 0.
         axis: the axis of the steps in the common shape of all operands.
 
-    Returns: G, of the common shape and floating-point dtype. 16-bit numbers are summed in float32 and rounded once. It has
-    derivatives by all operands that are real, and is a kernel where `scan` is.
+    Returns:
+        G, of the common shape and floating-point dtype. 16-bit numbers are summed in float32 and rounded once.
 
     Raises:
         TypeError: an operand is not an array of real dtype, `done` is not boolean, or `axis` not an int.
         ValueError: shapes do not broadcast, or `axis` is out of bounds.
+
+    Derivatives: forward and reverse mode, of any order, by all operands but `done`.
+
+    Cost: a `scan`, which is one kernel on a GPU: rewards, and discounts and `done` if they differ from step to step, are
+    read once, and G is written once.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.discounted_returns(jnp.ones(4), 0.5, bootstrap=8.0, done=jnp.array([False, True, False, False])).tolist()
@@ -118,27 +131,32 @@ def advantages(
     done: ArrayLike | None = None,
     axis: int = 0,
 ) -> jax.Array:
-    """Generalised advantage estimates (GAE).
+    """A[t] = delta[t] + discounts[t] lambda_[t] A[t + 1]: generalised advantage estimates (GAE).
 
-    A[t] = delta[t] + discounts[t] lambda[t] A[t + 1], delta[t] = rewards[t] + discounts[t] values[t + 1] - values[t], with A = 0
-    after the last step.
+    Here delta[t] = rewards[t] + discounts[t] values[t + 1] - values[t], and A = 0 after the last step.
 
     Args:
         rewards: array of real dtype: what is received for the action of each step.
         values: estimates of a critic for the states in which the actions are taken. Without `bootstrap` they have one more step
             than the rewards, as for `rlax.truncated_generalized_advantage_estimation`.
         discounts, lambda_: numbers, or arrays that broadcast against `rewards`.
-        bootstrap: the value of the state after the last step; it broadcasts to the common shape without the axis. `values` has as
-            many steps as `rewards` then.
+        bootstrap: the value of the state after the last step; it broadcasts to the common shape without the axis. `values`
+            has as many steps as `rewards` then.
         done: boolean array that broadcasts to the common shape: whether the episode ends with the step, as for a discount of 0.
         axis: the axis of the steps in the common shape of all operands.
 
-    Returns: A, of the common shape and floating-point dtype; A + values are the returns that a critic learns. 16-bit numbers are
-    summed in float32 and rounded once. It has derivatives by all operands that are real, and is a kernel where `scan` is.
+    Returns:
+        A, of the common shape and floating-point dtype; A + values are the returns that a critic learns. 16-bit numbers are
+        summed in float32 and rounded once.
 
     Raises:
         TypeError: an operand is not an array of real dtype, `done` is not boolean, or `axis` not an int.
         ValueError: shapes do not broadcast, `values` has another number of steps, or `axis` is out of bounds.
+
+    Derivatives: forward and reverse mode, of any order, by all operands but `done`.
+
+    Cost: a `scan`, which is one kernel on a GPU: rewards, values, and the other operands if they differ from step to step,
+    are read once, and A is written once.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> rewards, values = jnp.ones(3), jnp.zeros(4)
