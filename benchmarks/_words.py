@@ -88,7 +88,7 @@ OPERATIONS = {
 }
 PROGRAMS = {
     "sinkhorn": "Sinkhorn transport",
-    "vocabulary head": "classifier over 50 257 words",
+    "vocabulary head": "vocabulary head, 50 257 words",
     "transformer": "transformer of GPT-2's size",
     "mesh simulator": "mesh simulator",
     "potential with forces": "molecular forces",

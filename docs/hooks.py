@@ -11,7 +11,6 @@ import sys
 import urllib.parse
 
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 for folder in (ROOT, ROOT / "docs"):
@@ -23,17 +22,6 @@ import measured  # noqa: E402
 from measured import table  # noqa: E402
 
 from benchmarks import _goals  # noqa: E402
-
-# ---- figures and drawings
-
-
-def on_files(files, config):
-    """The drawings of docs/drawings for dark pages. The figures of docs/figures have both variants in the repository."""
-    for path in sorted((ROOT / "docs" / "drawings").glob("*.svg")):
-        name = f"drawings/{path.stem}-dark.svg"
-        files.append(File.generated(config, name, content=measured.darkened(path.read_text())))
-    return files
-
 
 # ---- what pages are filled with
 
@@ -204,10 +192,7 @@ def on_page_markdown(markdown, page, config, files):
         return text.replace("](figures/", f"]({'../' * page.file.src_uri.count('/')}figures/")
 
     markdown = re.sub(r"\{\{ (\w+)(?::([\w./-]+))? \}\}", fill, markdown)
-    drawing = r"!\[([^\]]*)\]\(((?:\.\./)*drawings/[\w-]+)\.svg\)(\{[^}]*\})?"
-    return re.sub(
-        drawing, lambda m: measured.pair(m[1], m[2], "{0}.svg", "{0}-dark.svg"), markdown
-    )
+    return measured.both_themes(markdown)
 
 
 def on_page_content(html, page, config, files):

@@ -8,25 +8,11 @@ import re
 
 from benchmarks import _compose, _goals, _overview, _plot, _report, _words, palette
 
-DARKER = {  # of the drawings, by hand: colours on white, and the same on a dark page
-    **{"#222": palette.INK["dark"], "#444": "#b8c0c8", "#555": palette.MUTED["dark"]},
-    **{"#777": "#9aa4ae", "#999": "#7d8792", "#bbb": "#5b6570"},
-    **{"#eef2ff": "#1f2a4d", "#dbe4ff": "#2a3866", "#4051b5": "#8c9eff"},
-    **{"#fff4e0": "#3d2e12", "#ffe3c2": "#54401c", "#d98200": "#ffb74d"},
-    **{"#e6f6ea": "#15331f", "#d3f0dc": "#1d452a", "#2e8b4f": "#5fd38d"},
-    **{"#f3f3f3": "#2a2f36", "#f3d6ee": "#4a2a45", '"white"': '"none"'},
-}
 
-
-def darkened(drawing) -> str:
-    """An SVG drawing with the colours of DARKER."""
-    return re.sub(r'#[0-9a-f]{6}\b|#[0-9a-f]{3}\b|"white"', lambda m: DARKER[m[0]], drawing)
-
-
-def pair(words, name, light="{0}-light.svg", dark="{0}-dark.svg") -> str:
-    """The two variants of an image; the theme shows one of them."""
-    files = ((light, "light"), (dark, "dark"))
-    return " ".join(f"![{words}]({file.format(name)}#only-{theme})" for file, theme in files)
+def both_themes(markdown) -> str:
+    """Beside each image NAME-light.svg its partner NAME-dark.svg; the theme of the site shows one of them."""
+    image = r"(!\[[^\]]*\]\([\w./-]+)-light\.svg\)"
+    return re.sub(image, r"\1-light.svg#only-light) \1-dark.svg#only-dark)", markdown)
 
 
 def table(head, rows) -> str:
@@ -49,7 +35,7 @@ def _titles() -> dict:
 def figures(name: str) -> str:
     """The figure of a name, and those whose names begin with it and a hyphen."""
     found = [n for n in _titles() if n == name or n.startswith(f"{name}-")]
-    return "\n\n".join(pair(_titles()[n], f"figures/{n}") for n in found)
+    return "\n\n".join(f"![{_titles()[n]}](figures/{n}-light.svg)" for n in found)
 
 
 def results(operation: str) -> str:

@@ -3,6 +3,7 @@
 No program is compiled here: a figure is data, and its drawing knows where each text is.
 """
 
+import importlib.util
 import itertools
 import pathlib
 import re
@@ -159,6 +160,26 @@ def test_colours_are_told_apart(theme):
             assert distance >= 20, (a.name, b.name, distance)
     looks = [(look.colour(theme), look.marker, look.hollow) for look in palette.LOOKS.values()]
     assert len(set(looks)) == len(looks)
+
+
+def test_drawings_are_those_of_their_program():
+    """If this fails, run `python docs/draw.py`."""
+    spec = importlib.util.spec_from_file_location("draw", _plot.FIGURES.parent / "draw.py")
+    spec.loader.exec_module(draw := importlib.util.module_from_spec(spec))
+    assert {path.name: path.read_text() for path in draw.FOLDER.glob("*")} == draw.files()
+    for theme, make in itertools.product(palette.THEMES, draw.DRAWINGS):
+        assert _svg.overlapping(make(theme)) == []
+
+
+@pytest.mark.parametrize(
+    "file", ["examples/display.py", "docs/notebooks/own_kernel.ipynb", "docs/notebooks/unchanged_model.ipynb"]
+)
+def test_pictures_of_matplotlib_have_the_same_colours(file):
+    """jaxkern's and XLA's; grey is allowed."""
+    root = pathlib.Path(__file__).parent.parent
+    found = set(re.findall(r"#[0-9a-f]{6}\b", (root / file).read_text()))
+    ours, xla = (palette.LOOKS[who].light for who in ("jaxkern", "xla"))
+    assert {ours, xla} <= found <= {ours, xla, palette.MUTED["light"]}
 
 
 def test_readme_shows_a_figure_of_this_folder():
