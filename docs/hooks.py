@@ -168,6 +168,7 @@ FILL = {
         measured.results,
         measured.all_results,
         measured.losses,
+        measured.profiled,
         elementwise,
         elementwise_reference,
         counterparts,

@@ -3,7 +3,9 @@
 Figures are the files of docs/figures, which `python -m benchmarks plot` draws from benchmarks/results.
 """
 
+import collections
 import functools
+import pathlib
 import re
 
 from benchmarks import _compose, _goals, _overview, _plot, _report, _words, palette
@@ -151,3 +153,51 @@ def losses() -> str:
             worst = f"{palette.LOOKS[who].name} {ratio:.2f}×: {_label(data, r)}"
         rows.append([_words.FAMILIES[data["operation"]], compared, len(slower), worst])
     return table(["family", "cells", "jaxkern is slower in", "most in"], rows)
+
+
+# Operations whose kernels the page about profiling shows, each with its gradient where a profile has it.
+PROFILED = (
+    *("softmax", "cross_entropy_both", "rms_norm", "group_norm", "reduce_sum", "gelu_erf"),
+    *("quantize_rows", "row_kernel", "elementwise_kernel", "index_add", "segment_sum"),
+    *(
+        "index_select",
+        "segment_softmax",
+        "edge_reduce",
+        "scan",
+        "associative_scan",
+        "while_loop",
+    ),
+)
+
+
+@functools.cache
+def kernels_of() -> dict:
+    """{operation: names of its kernels, most frequent first} in the committed profiles of single operations.
+
+    Kernels that the library has no more are left out.
+    """
+    found: dict = {}
+    files = (pathlib.Path(__file__).resolve().parent.parent / "ffi" / "kernels").rglob("*.cuh")
+    there = set(re.findall(r"\b(\w+)\(", "".join(path.read_text() for path in files)))
+    for r in (r for data in _results() for r in data["results"]):
+        timing = r["times"].get(_goals.OURS, {})
+        if timing.get("source") == "profiler" and len(handlers := r.get("handlers") or ()) == 1:
+            names = (re.match(r"jaxkern::(\w+)", name) for name in timing["kernels"])
+            counts = found.setdefault(
+                handlers[0].removeprefix("jaxkern_"), collections.Counter()
+            )
+            counts.update(match[1] for match in names if match and match[1] in there)
+    return {name: [k for k, _ in counts.most_common()] for name, counts in found.items()}
+
+
+def profiled() -> str:
+    code = lambda names: ", ".join(f"`{name}`" for name in names)
+    rows = [
+        [
+            f"`jaxkern_{name}`",
+            code(kernels_of()[name]),
+            code(kernels_of().get(f"{name}_grad", [])),
+        ]
+        for name in PROFILED
+    ]
+    return table(["operation", "its kernels", "kernels of its gradient"], rows)
