@@ -137,6 +137,16 @@ def gate(name: str) -> str:
     return value if isinstance(value, str) else f"{value:,}".replace(",", " ")
 
 
+def cost(name: str) -> str:
+    """A constant of jaxkern/_accelerate/cost.py."""
+    from jaxkern._accelerate import cost
+
+    value = getattr(cost, name)
+    if name.endswith("BANDWIDTH"):
+        return f"{value / 1e12:g} TB/s"
+    return f"{value * 1e6:g} µs" if value < 1e-3 else f"{value:g}"
+
+
 def transformations() -> str:
     """The transformations that tests/test_matrix.py runs every operation under."""
     source = (ROOT / "tests" / "test_matrix.py").read_text()
@@ -177,6 +187,7 @@ FILL = {
         switches,
         algorithms,
         gate,
+        cost,
         taken,
         transformations,
         error,
