@@ -45,7 +45,7 @@ from jaxkern._accelerate.nodes import (
     unwrapped_key,
 )
 from jaxkern._accelerate.program import row_bytes
-from jaxkern._core import compat, compat_lowering, cpp, functor
+from jaxkern._core import compat, compat_lowering, cpp, functor, memo
 from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.indexing.reference import added
@@ -252,7 +252,7 @@ def _function_of(walk, used, root, read) -> functor.Function:
         own = node.leaf.item() if node.name == "constant" else read.of_node.get(k)
         steps.append(Step(node.name, node.dtype, tuple(numbers[o] for o in node.operands), node.f, own))
     dtypes = tuple(read.dtypes)
-    function = _function(tuple(steps), numbers[root], dtypes, coarse, bool(jax.config.jax_enable_x64))
+    function = _function(tuple(steps), numbers[root], dtypes, coarse)
     if tuple(function.in_dtypes) != dtypes:
         raise Ends
     return function
@@ -338,12 +338,9 @@ class Step(typing.NamedTuple):
     own: typing.Any
 
 
-@functools.lru_cache(maxsize=1024)
-def _function(steps, root, dtypes, coarse, wide) -> functor.Function:
-    """The message as a function of the operands. Layers of a model have messages that are equal.
-
-    wide: whether 64-bit types are on, which traces depend on.
-    """
+@memo.remembered(1024)
+def _function(steps, root, dtypes, coarse) -> functor.Function:
+    """The message as a function of the operands. Layers of a model have messages that are equal."""
     message = functools.partial(_message, steps, root)
     return functor.trace(message, dtypes, name="accelerate", results=1, label="a chain", coarse=coarse)[0]
 

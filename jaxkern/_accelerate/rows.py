@@ -15,7 +15,17 @@ import jax
 from jaxkern._accelerate import cost, regions
 from jaxkern._accelerate.functions import MARKS
 from jaxkern._accelerate.regions import FUSED, bytes_of, is_variable, variables
-from jaxkern._core import algorithms, compat, compat_lowering, compat_rewriting, decisions, device, environment, switch
+from jaxkern._core import (
+    algorithms,
+    compat,
+    compat_lowering,
+    compat_rewriting,
+    decisions,
+    device,
+    environment,
+    memo,
+    switch,
+)
 from jaxkern._core.cpp import Unsupported
 from jaxkern._core.define import references
 from jaxkern._core.jaxprs import CALLS, CUSTOM, called_jaxpr
@@ -95,7 +105,7 @@ def _inner(e):
     return inner if not consts and not inner.constvars and len(inner.eqns) <= MOST_INLINED else None
 
 
-@functools.lru_cache(maxsize=256)
+@memo.remembered(256)
 @switch.own_promotion
 def _reference(prim, types, params):
     arrays = [jax.ShapeDtypeStruct(*t) for t in types]
@@ -213,7 +223,7 @@ class _Program:
             return found._replace(problem="no array of rows is read or written")
         closed = compat_rewriting.closed_jaxpr(kept, operands, region.results)
         function = RowFunction(closed, (row, region.axis), LABEL)
-        estimate, problem = _estimated(function)
+        estimate, problem = _estimated(function, device.this_device())
         if problem:
             return found._replace(problem=problem)
         return found._replace(function=function, estimate=estimate.beside(self._beside(region, operands)))
@@ -329,8 +339,8 @@ def _sorted(equations) -> list:
 
 
 @functools.lru_cache(maxsize=1024)
-def _estimated(function):
-    """(what the model says of a row function, "") or (None, why there is no kernel)."""
+def _estimated(function, gpu):
+    """(what the model says of a row function on a GPU, a `Device`, "") or (None, why there is no kernel)."""
     try:
         core = function.core
         outputs = [jax.core.ShapedArray(shape, dtype) for shape, dtype in planning.outputs(function)]
@@ -338,7 +348,6 @@ def _estimated(function):
         return None, str(error)
     if not outputs:
         return None, "nothing is computed"
-    gpu = device.this_device()
     found = planning.plan(gpu, function.avals, outputs, function=function)
     return (None, "no kernel of the row engine takes it") if found is None else (cost.estimate(core, found, gpu), "")
 

@@ -15,7 +15,6 @@ Two Functions are equal if they compute the same and have the same derivatives (
 parameter of a primitive: a lambda that is created in every call does not compile again.
 """
 
-import functools
 import hashlib
 
 import jax
@@ -24,7 +23,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh
 
-from jaxkern._core import canonical, compat
+from jaxkern._core import canonical, compat, memo
 from jaxkern._core.coarse import is_coarse
 from jaxkern._core.cpp import Translation, at, check_dtype, cpp_type
 from jaxkern._core.dtypes import computing
@@ -266,7 +265,7 @@ class Function:
 _CACHED = 512  # Functions that each of these remembers
 
 
-@functools.lru_cache(maxsize=_CACHED)
+@memo.remembered(_CACHED)
 def _vjp(self, wrt):
     n = len(self.in_dtypes)
 
@@ -280,7 +279,7 @@ def _vjp(self, wrt):
     )
 
 
-@functools.lru_cache(maxsize=_CACHED)
+@memo.remembered(_CACHED)
 def _jvp(self, wrt):
     n = len(self.in_dtypes)
 
@@ -299,14 +298,14 @@ def _jvp(self, wrt):
         return _function(transposed, in_dtypes, out_dtypes, self.label, self.coarse)
 
 
-@functools.lru_cache(maxsize=_CACHED)
+@memo.remembered(_CACHED)
 def _with_results(self, dtypes):
     if dtypes == self.out_dtypes:
         return self
     return _function(self.scalars, self.in_dtypes, dtypes, self.label, self.coarse, self.captured, self.out_tree)
 
 
-@functools.lru_cache(maxsize=_CACHED)
+@memo.remembered(_CACHED)
 def _select(self, arguments):
     if not set(self.used) <= set(arguments):
         raise ValueError(f"{self.label}: arguments {self.used} are used, and {arguments} given")

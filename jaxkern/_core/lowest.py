@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxkern._core import functor
+from jaxkern._core import functor, memo
 from jaxkern._core.jaxprs import CALLS, CUSTOM, IDENTITIES, called_jaxpr, evaluate_equation
 
 
-@functools.lru_cache(maxsize=512)
+@memo.remembered(512)
 def where_lowest(function, known):
     """The Function of all arguments of `function` that returns whether its first result is -inf, whatever those not in the
     frozenset `known` are.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxkern._core import switch
+from jaxkern._core import memo, switch
 from jaxkern._core.dtypes import computing
 from jaxkern._engines.rows.function import Roles, trace
 from jaxkern._engines.rows.primitive import apply
@@ -71,7 +71,7 @@ def row_function(name, definition, arrays, algorithm="auto", **static):
     return _function(name, definition, types, tuple(static.items()), algorithm)
 
 
-@functools.lru_cache(maxsize=TRACES)
+@memo.remembered(TRACES)
 def _function(name, definition, types, static, algorithm, runner="kernels"):
     f = switch.own_promotion(functools.partial(definition, **dict(static)))
     found = _traced(name, f, types, algorithm, runner)
@@ -87,7 +87,7 @@ def _traced(name, f, types, algorithm, runner):
     return found
 
 
-@functools.lru_cache(maxsize=TRACES)
+@memo.remembered(TRACES)
 def traced(operation, names, types, *, numbers, dtype, function, algorithm, keeps_x=False, runner="kernels"):
     """The RowFunction of operands of these names and types.
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from jaxkern._core import algorithms, compat, decisions, partition, stablehlo, switch
+from jaxkern._core import algorithms, compat, decisions, memo, partition, stablehlo, switch
 from jaxkern._core.define import primitive
 from jaxkern._core.functor import Function, of_scalars, trace
 from jaxkern._core.jaxprs import computing
@@ -225,7 +225,7 @@ def _partition(prim, ctx, operands, params):
 # ---- derivatives
 
 
-@functools.lru_cache(maxsize=64)
+@memo.remembered(64)
 def _sums(xs, states, ys, first) -> Associative | None:
     """Cumulative sums in the dtypes `states`, of arrays of the dtypes `xs`, stored in the dtypes `ys`."""
     if not len(xs) == len(states) == len(ys) or any(not jnp.issubdtype(d, jnp.inexact) for d in (*xs, *states, *ys)):
@@ -264,7 +264,7 @@ def _jvp(primals, tangents, *, spec, axis, reverse):
     return ys, dys
 
 
-@functools.lru_cache(maxsize=64)
+@memo.remembered(64)
 def _of_states(spec) -> Associative:
     """The scan whose results are the states."""
     n, types = len(spec.states), [*spec.states, *spec.element.in_dtypes]

@@ -5,14 +5,13 @@
 Arrays are [outer, length, inner], and a lane is a place in [outer, inner].
 """
 
-import functools
-
+from jaxkern._core import memo
 from jaxkern._core.cpp import cpp_type
 from jaxkern._core.functor import of_scalars
 from jaxkern._core.jaxprs import computing
 
 
-@functools.lru_cache(maxsize=256)
+@memo.remembered(256)
 def _functions(spec):
     """{name: Function}. Carries are states; Element has them as arguments, as in associative.cuh."""
     n, states, label = len(spec.states), spec.states, spec.combine.label

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from jaxkern._core import canonical, compat
+from jaxkern._core import canonical, compat, memo
 from jaxkern._core.cpp import Unsupported
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import Constant, widened
@@ -256,7 +256,7 @@ def _derived(roles):
     """
 
     def derived(make):
-        @functools.lru_cache(maxsize=CACHED)
+        @memo.remembered(CACHED)
         def of(function, *parameters):
             found = make(function, *parameters)
             if function.roles is not None and roles is not None:

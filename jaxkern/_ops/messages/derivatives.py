@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jaxkern._core import compat, functor, validate
+from jaxkern._core import compat, functor, memo, validate
 from jaxkern._core.arrays import of_some
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind, set_jvp, set_transpose
@@ -43,7 +43,7 @@ from jaxkern._ops.messages.primitive import (
 # ---- functions
 
 
-@functools.lru_cache(maxsize=512)
+@memo.remembered(512)
 def _pullback(function, wrt, given, kind):
     """(f', used): the derivative of f by the operands at `wrt`, and the positions of the operands that it reads.
 

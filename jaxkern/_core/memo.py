@@ -1,0 +1,33 @@
+"""Caches of what JAX traces: settings of JAX that a trace depends on are part of their keys."""
+
+import functools
+
+import jax
+
+SETTINGS = (
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_softmax_custom_jvp",
+)
+
+
+def remembered(most):
+    """`functools.lru_cache(most)` for a function that traces."""
+
+    def decorated(f):
+        @functools.lru_cache(maxsize=most)
+        def kept(settings, *args, **kwargs):
+            del settings
+            return f(*args, **kwargs)
+
+        @functools.wraps(f)
+        def found(*args, **kwargs):
+            return kept(tuple(getattr(jax.config, name, None) for name in SETTINGS), *args, **kwargs)
+
+        return found
+
+    return decorated
