@@ -89,7 +89,7 @@ def _norm(files: Files) -> dict[str, Figure]:
     words = lambda r: _words.case("norm", r)
     found = {f"norm-{op}": _bandwidth(files, title, "columns", keep(op)) for op, title in titles.items()}
     others = lambda r: r["op"] in titles and not even(r)
-    found["norm-shapes"] = dots(files, "Norms of odd widths, of few rows, and with a residual", words, panel, others)
+    found["norm-shapes"] = dots(files, "Norms of other rows: odd widths, few rows, residuals", words, panel, others)
     images = lambda r: r["op"] not in titles and r["direction"] != "backward"
     found["norm-images"] = dots(files, "Norms of images", words, panel, images)
     return found
@@ -116,6 +116,7 @@ def _elementwise(files: Files) -> dict[str, Figure]:
         lambda r, us: r["bytes"] / us / 1e3,
         lambda r: f"{_words.direction(r)}, {r['dtype']}",
         keep=lambda r: r["group"] == "sizes" and r["dtype"] != "float16",
+        note="PyTorch has some of the functions, and its mean is over these.",
     )
     return {"elementwise": sizes}
 

@@ -176,7 +176,6 @@ FILL = {
     for f in (
         measured.figures,
         measured.results,
-        measured.all_results,
         measured.losses,
         measured.profiled,
         elementwise,

@@ -66,8 +66,10 @@ def _rows(data) -> str:
     for (op, direction, dtype), cells in groups.items():
         speed = [t["xla"] / t[_goals.OURS] for t in cells if "xla" in t]
         copy = [t[_goals.COPY] / t[_goals.OURS] for t in cells if _goals.COPY in t]
-        range_ = f"{min(speed):.2f} to {_number(max(speed))}" if speed else "-"
-        rows.append([op, direction, dtype, len(cells), _mean(speed), range_, _mean(copy)])
+        ends = sorted({_number(min(speed)), _number(max(speed))}, key=float) if speed else ["-"]
+        rows.append(
+            [op, direction, dtype, len(cells), _mean(speed), " to ".join(ends), _mean(copy)]
+        )
     head = ["operation", "direction", "dtype", "cells"]
     return table([*head, "times as fast as XLA", "range", "fraction of a copy's speed"], rows)
 
@@ -130,15 +132,6 @@ def _label(data, r) -> str:
     if data["operation"] in ("programs", "sharding"):
         return ", ".join(words[:2])
     return f"{_words.operation(r)}, {', '.join(words)}"
-
-
-def all_results() -> str:
-    """A section for each operation that has results."""
-    names = dict.fromkeys(data["operation"] for data in _results())
-    own = ("programs", "sharding")  # have sections of their own on the page
-    code = lambda words: "_" in words.split(",")[0] or words == "scan"  # a name of the API
-    title = lambda n: w if code(w := _words.FAMILIES[n]) else w[0].upper() + w[1:]
-    return "\n\n".join(f"## {title(n)}\n\n{results(n)}" for n in names if n not in own)
 
 
 def losses() -> str:

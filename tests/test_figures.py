@@ -73,6 +73,11 @@ def test_what_did_not_end_is_shown(files, figures):
     assert any("50 s a call" in box.text for box in _svg.lay_out(figures["segment_softmax"], "light").texts)
 
 
+def test_the_page_of_results_has_a_section_for_each_operation(files):
+    text = (_plot.FIGURES.parent / "results.md").read_text()
+    assert sorted(re.findall(r"{{ results:(\w+) }}", text)) == sorted({data["operation"] for data in files})
+
+
 def test_every_cell_has_words(files):
     own = (*_words.OPERATIONS, "training", "programs", "cross_entropy", "linear_cross_entropy", "reduce_min")
     for data in files:
