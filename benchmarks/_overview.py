@@ -11,16 +11,23 @@ from benchmarks._svg import Axis, Dots, Figure, Point, Row
 
 
 def _speeds(data: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """{direction: {implementation: its speed as a fraction of a copy's}}, geometric means over all cells of a file."""
+    """{direction: {implementation: its speed as a fraction of a copy's}}, geometric means.
+
+    jaxkern's is over all cells of the file. The others did not run in all: they are as far from it as in the cells that both ran.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     for r in data["results"]:
         times = _report.medians(r)
         if _goals.COPY in times and _goals.OURS in times and not _report.is_compute_bound(data, r):
             of = found.setdefault(_words.direction(r), {})
-            for who in (_goals.OURS, "xla", "torch"):
+            of.setdefault(_goals.OURS, []).append(times[_goals.COPY] / times[_goals.OURS])
+            for who in ("xla", "torch"):
                 if who in times:
-                    of.setdefault(who, []).append(times[_goals.COPY] / times[who])
-    return {d: {who: _compose.mean(v) for who, v in of.items()} for d, of in found.items()}
+                    of.setdefault(who, []).append(times[_goals.OURS] / times[who])
+    means = {direction: {who: _compose.mean(v) for who, v in of.items()} for direction, of in found.items()}
+    return {
+        d: {who: v if who == _goals.OURS else v * of[_goals.OURS] for who, v in of.items()} for d, of in means.items()
+    }
 
 
 def kernels(files: Files) -> Figure:
@@ -39,8 +46,7 @@ def kernels(files: Files) -> Figure:
         shown,
         x=OF_COPY,
         base="1: a copy of the same bytes",
-        note="Geometric means over all shapes and dtypes that were measured, so the implementations of a row have the same cells "
-        "only where all of them ran.",
+        note="Geometric means over all shapes and dtypes. XLA and PyTorch are as far from jaxkern as in the cells that both ran.",
     )
 
 
