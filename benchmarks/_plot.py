@@ -35,7 +35,7 @@ def _elsewhere(operation: str) -> Callable[[Cell], dict[str, float]]:
         copy, direction = _report.medians(r).get(_goals.COPY), _report.PUBLISHED.get(r["direction"], r["direction"])
         if copy is None or r["group"] not in ("sweep", "classes"):
             return {}
-        known = _goals.published(operation, direction, _report._itemsize(r["dtype"]), r["width"])
+        known = _goals.published(operation, direction, _report.itemsize(r["dtype"]), r["width"])
         return {who: r["bytes"] / copy / 1e3 * ratio for who, ratio in known.items() if who in palette.LOOKS}
 
     return more

@@ -78,7 +78,7 @@ def table(data: dict[str, Any]) -> str:
             _goals.published(
                 PUBLISHED.get(r["op"], "softmax"),
                 PUBLISHED.get(r["direction"], r["direction"]),
-                _itemsize(r["dtype"]),
+                itemsize(r["dtype"]),
                 r["width"],
             )
             if r["group"] in ("sweep", "odd", "classes")
@@ -110,7 +110,7 @@ def table(data: dict[str, Any]) -> str:
     return align(lines)
 
 
-def _itemsize(dtype: str) -> int:
+def itemsize(dtype: str) -> int:
     return int(re.search(r"\d+", dtype).group()) // 8
 
 
