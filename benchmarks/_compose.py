@@ -15,7 +15,6 @@ Cell = dict[str, Any]
 
 OF_COPY = Axis("speed as a fraction of a copy's", "faster")
 OF_XLA = Axis("times as fast as XLA", "faster")
-DTYPES = "Filled: bfloat16. Hollow: float32."
 
 
 def environment(files: Files, peers: Iterable[str] = ()) -> str:
@@ -106,7 +105,7 @@ def dots(
         x=OF_COPY if base == _goals.COPY else OF_XLA,
         base="1: a copy of the same bytes" if base == _goals.COPY else "1: XLA",
         base_who=base,
-        note=" ".join(filter(None, (DTYPES * by_dtype, note))),
+        note=note,
     )
 
 

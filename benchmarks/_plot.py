@@ -129,7 +129,7 @@ def _index_add(files: Files) -> dict[str, Figure]:
         lambda r: r["op"],
         lambda r: r["group"] == "skew",
         by_dtype=True,
-        note=f"{ARXIV} Rows of 128 features. Where XLA has no filled mark it was not run: a call of its like takes seconds.",
+        note=f"{ARXIV} Rows of 128 features. Where XLA has no mark for bfloat16 it was not run: a call of its like takes seconds.",
     )
     cases = dots(
         files,
@@ -331,7 +331,7 @@ OPERATIONS: dict[str, Callable[[Files], dict[str, Figure]]] = {
         "Reductions, geometric mean of five",
         lambda r: _words.case("reduction", r),
         by_dtype=True,
-        note="sum, mean, maximum, minimum and logsumexp.",
+        note="Sum, mean, maximum, minimum and logsumexp.",
     ),
     "elementwise": _elementwise,
     "elementwise_kernel": _simple(

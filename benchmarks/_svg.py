@@ -46,7 +46,7 @@ def wrap(text: str, width: float, size: float, bold: bool = False) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """`hollow`: the other of two dtypes, as the figure's note says."""
+    """`hollow`: in float32; then the points of the figure that are filled are in bfloat16."""
 
     who: str
     value: float
@@ -162,7 +162,7 @@ class Drawing:
 
     def mark(self, x: float, y: float, who: str, hollow: bool = False, size: float = 4.2) -> None:
         """A marker with its centre at (x, y). Each kind is defined once, and used by reference."""
-        look, r = palette.LOOKS[who], size
+        look, r = palette.LOOKS.get(who, palette.DTYPE), size
         colour, behind = look.colour(self.theme), palette.BEHIND[self.theme][0]
         fill = behind if hollow or look.hollow else colour
         shape = {
@@ -273,17 +273,20 @@ def _head(drawing: Drawing, figure: Figure) -> float:
         for line in wrap(machine, WIDTH - 2 * PAD, SMALL):
             y += LINE
             drawing.text(PAD, y - 2, line, SMALL, kind="m")
+    entries = [(who, False, palette.LOOKS[who].name) for who in figure.shown()]
+    if any(p.hollow for panel in figure.panels if isinstance(panel, Dots) for row in panel.rows for p in row.points):
+        entries += [("filled", False, "bfloat16"), ("filled", True, "float32")]
     x, y = float(PAD), y + 20
-    for who in figure.shown():
-        look = palette.LOOKS[who]
-        needed = 22 + width_of(look.name, BODY) + 14
+    for who, hollow, words in entries:
+        look = palette.LOOKS.get(who, palette.DTYPE)
+        needed = 22 + width_of(words, BODY) + 14
         if x > PAD and x + needed - 14 > WIDTH - PAD:
             x, y = float(PAD), y + 18
         if isinstance(figure.panels[0], Lines):
             drawing.line([(x, y - 4), (x + 18, y - 4)], look.colour(drawing.theme), 1.6, look.dash)
         if look.marker:
-            drawing.mark(x + 9, y - 4, who)
-        drawing.text(x + 22, y, look.name)
+            drawing.mark(x + 9, y - 4, who, hollow)
+        drawing.text(x + 22, y, words)
         x += needed
     return y + 8
 

@@ -50,4 +50,5 @@ LOOKS = {
     "liger": Look("Liger", *_PEER, marker="square", dash="8 3 2 3"),
     "copy": Look("a copy", INK["light"], INK["dark"], marker="", dash="5 4"),
 }
+DTYPE = Look("dtype", MUTED["light"], MUTED["dark"])  # in legends, where filled and hollow markers differ in the dtype
 ELSEWHERE = ("oneflow", "cudnn", "quack", "liger")  # peers of benchmarks/peers.json, measured in another run

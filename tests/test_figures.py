@@ -58,6 +58,8 @@ def test_a_figure_can_be_read(name, figures):
     unit = ("ms", "µs", "GB/s", "fraction of", "times as fast")
     assert any(u in value.quantity for u in unit), value.quantity
     assert all(palette.LOOKS[who].name in texts for who in figure.shown())
+    dots = [p for panel in figure.panels if isinstance(panel, _svg.Dots) for row in panel.rows for p in row.points]
+    assert not any(p.hollow for p in dots) or {"float32", "bfloat16"} <= set(texts)
     assert not figure.base or figure.base in texts and figure.base.startswith("1: ")
     assert re.search(r"NVIDIA H\d00.*, driver [\d.]+, JAX \d+\.\d+\.\d+, .*\d{4}-\d\d-\d\d", figure.environment)
     assert ("fraction of" in value.quantity or "times as" in value.quantity) <= bool(figure.base or figure.y)
