@@ -19,6 +19,7 @@ for folder in (ROOT, ROOT / "docs"):
 
 import counterparts as pairs  # noqa: E402
 import measured  # noqa: E402
+import reference  # noqa: E402
 from measured import table  # noqa: E402
 
 from benchmarks import _goals  # noqa: E402
@@ -33,32 +34,6 @@ def taken() -> str:
     when = lambda name: "on request" if name in switch.ON_REQUEST else "by default"
     rows = [[f"`{name}`", text, when(name)] for name, text in switch.TAKEN.items()]
     return table(["name", "operation in the program", "taken"], rows)
-
-
-def elementwise() -> str:
-    from jaxkern._ops.elementwise import table as operations
-
-    return operations.markdown()
-
-
-def elementwise_reference() -> str:
-    """A row for each elementwise function: its arguments and the first line of its docstring."""
-    import inspect
-
-    import jaxkern
-
-    rows = []
-    for name in sorted(jaxkern.elementwise.__all__):
-        function = getattr(jaxkern, name)
-        signature = inspect.signature(function)
-        bare = [
-            p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()
-        ]
-        arguments = str(
-            signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
-        )
-        rows.append([f"`{name}{arguments}`", (inspect.getdoc(function) or "").splitlines()[0]])
-    return table(["function", "result"], rows)
 
 
 def counterparts() -> str:
@@ -178,8 +153,9 @@ FILL = {
         measured.results,
         measured.losses,
         measured.profiled,
-        elementwise,
-        elementwise_reference,
+        reference.api,
+        reference.elementwise,
+        reference.elementwise_functions,
         counterparts,
         differences,
         elementwise_counterparts,
@@ -222,6 +198,10 @@ def on_page_content(html, page, config, files):
     return re.sub(r"<table>.*?</table>", labelled, html, flags=re.S)
 
 
+def on_post_page(output, page, config):
+    return reference.public(output) if page.file.src_uri.startswith("api") else output
+
+
 # ---- checks of the built site
 
 
@@ -244,7 +224,10 @@ class _Links(html.parser.HTMLParser):
 
 
 def on_post_build(config):
-    """Raises if a page links to a file or an anchor that does not exist, or loads anything from another host."""
+    """Raises if a page links to a file or an anchor that does not exist, or loads anything from another host.
+
+    Also if an API page names a private module.
+    """
     site = pathlib.Path(config["site_dir"])
     pages = {}
     for path in site.rglob("*.html"):
@@ -254,6 +237,10 @@ def on_post_build(config):
     for path, page in pages.items():
         name = path.relative_to(site)
         wrong += [f"{name} loads {url}" for url in page.loads if "//" in url]
+        if name.parts[0] in ("api", "api.html"):
+            wrong += [
+                f"{name} names {module}" for module in reference.private(path.read_text())
+            ]
         if name.name == "404.html":
             continue
         for url in (*page.links, *page.loads):

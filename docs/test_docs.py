@@ -45,17 +45,26 @@ def test_drawing_of_rows():
 
 
 def test_api_lists_every_public_name():
+    import reference
+
     import jaxkern
 
-    listed = set(
-        re.findall(
-            r"^::: jaxkern\.[\w.]*?(\w+)$",
-            (README.parent / "docs" / "api.md").read_text(),
-            re.M,
-        )
-    )
-    missing = set(jaxkern.__all__) - set(jaxkern.elementwise.__all__) - {"algorithms"} - listed
-    assert not missing, f"docs/api.md lacks {', '.join(sorted(missing))}"
+    made = set(jaxkern.elementwise.__all__)  # docs/reference.py lists them
+    assert set(reference.pages()) == {path.name for path in reference.FOLDER.glob("*.md")}
+    listed = [path for page in reference.pages() for path in reference.listed(page)]
+    assert len(set(listed)) == len(listed), "a name is on two pages"
+    names = {path.rpartition(".")[2] for path in listed}
+    missing = set(jaxkern.__all__) - made - {"algorithms"} - names
+    assert not missing, f"docs/api lacks {', '.join(sorted(missing))}"
+    assert not [path for path in listed if "._" in path or not reference.found(path)]
+
+
+def test_links_between_pages():
+    """A link from a page to another page, README.md included, names a file."""
+    docs = README.parent / "docs"
+    for page in [README, *docs.rglob("*.md")]:
+        for target in re.findall(r"\]\((?!http|#)([\w./-]+\.md)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 @pytest.mark.parametrize(

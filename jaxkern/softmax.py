@@ -81,12 +81,14 @@ def softmax(
     Score functions for attention logits `x[batch, head, query, key]`; under `vmap` indices count within each example, inside
     `shard_map` within the part on one device:
 
-        cap = lambda s, b, h, q, k: 30 * jnp.tanh(s / 30)                              # soft cap
-        alibi = lambda s, b, h, q, k, slope: s + slope * (k - q)                       # slopes[:, None, None]
-        relative = lambda s, b, h, q, k, bias: s + bias                                # bias[head, query, key]
-        window = lambda s, b, h, q, k: jnp.where(abs(q - k) < 256, s, -jnp.inf)        # sliding window
-        document = lambda s, b, h, q, k, i, j: jnp.where(i == j, s, -jnp.inf)          # ids[:, None, :, None],
-                                                                                       # ids[:, None, None, :]
+        cap = lambda s, b, h, q, k: 30 * jnp.tanh(s / 30)
+        window = lambda s, b, h, q, k: jnp.where(abs(q - k) < 256, s, -jnp.inf)
+        alibi = lambda s, b, h, q, k, slope: s + slope * (k - q)
+        relative = lambda s, b, h, q, k, bias: s + bias
+        document = lambda s, b, h, q, k, i, j: jnp.where(i == j, s, -jnp.inf)
+
+    The last three take `score_args`: [slopes[:, None, None]], [bias[head, query, key]], and the documents of queries and keys,
+    [ids[:, None, :, None], ids[:, None, None, :]].
 
     Returns:
         Array of the shape of `x`, of type `dtype`. A row that is entirely masked or -inf is

@@ -231,15 +231,11 @@ GROUPS = {"activations": ACTIVATIONS, "gated": GATED, "one operand": UNARY, "two
 ROWS = tuple(row for rows in GROUPS.values() for row in rows)
 
 
-def markdown() -> str:
-    """The list that docs/operations/elementwise.md shows."""
-    lines = ["| | |", "|---|---|"]
-    for group, rows in GROUPS.items():
-        names = dict.fromkeys(row.part_of or row.name for row in rows)
-        lines.append(
-            f"| {group} | {', '.join(f'`{name}`' for name in (*names, *(['cast'] if rows is UNARY else [])))} |"
-        )
-    return "\n".join(lines)
+def groups() -> dict[str, list[str]]:
+    """The public functions of each group, which docs/api/elementwise.md lists."""
+    names = {group: list(dict.fromkeys(row.part_of or row.name for row in rows)) for group, rows in GROUPS.items()}
+    names["one operand"].append("cast")
+    return names
 
 
 class Kernel(typing.NamedTuple):
@@ -302,4 +298,5 @@ def kernels():
 
 
 if __name__ == "__main__":
-    print(markdown())
+    for group, names in groups().items():
+        print(f"{group}: {', '.join(names)}")
