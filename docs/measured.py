@@ -151,7 +151,7 @@ def losses() -> str:
 # Operations whose kernels the page about profiling shows, each with its gradient where a profile has it.
 PROFILED = (
     *("softmax", "cross_entropy_both", "rms_norm", "group_norm", "reduce_sum", "gelu_erf"),
-    *("quantize_rows", "row_kernel", "elementwise_kernel", "index_add", "segment_sum"),
+    *("row_kernel", "elementwise_kernel", "index_add", "segment_sum"),
     *(
         "index_select",
         "segment_softmax",
@@ -185,12 +185,8 @@ def kernels_of() -> dict:
 
 def profiled() -> str:
     code = lambda names: ", ".join(f"`{name}`" for name in names)
+    kernels = lambda name: code(kernels_of().get(name, ()))
     rows = [
-        [
-            f"`jaxkern_{name}`",
-            code(kernels_of()[name]),
-            code(kernels_of().get(f"{name}_grad", [])),
-        ]
-        for name in PROFILED
+        [f"`jaxkern_{n}`", kernels(n), kernels(f"{n}_grad")] for n in PROFILED if kernels(n)
     ]
     return table(["operation", "its kernels", "kernels of its gradient"], rows)
