@@ -3,6 +3,8 @@
 The sums are of small integers, which are exact in any order.
 """
 
+import re
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from accelerated import PLATFORM
 from plans import check_limits
 
 import jaxkern
-from jaxkern._core import device, functor
+from jaxkern._core import device, functor, registry
 from jaxkern._ops.messages import scatter, scatter_plan
 from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED
 from jaxkern._ops.messages.scatter_plan import Other
@@ -202,3 +204,25 @@ def test_rows_without_updates_stay(broadcast, deterministic):
         assert jaxkern.explain(f, PLATFORM)(x, index, u).taken
     np.testing.assert_allclose(own, plain, rtol=1e-6)
     np.testing.assert_array_equal(np.signbit(own), np.signbit(plain))
+
+
+@pytest.mark.skipif(registry.kernels.module is None, reason="no runtime")
+def test_rows_that_are_read_are_not_updated_in_place():
+    """x.at[r].add(x[s] * w): x is an operand twice, and shares the memory of the result once. XLA copies x, then."""
+    types = [jax.ShapeDtypeStruct(s, t) for s, t in (((9, 3), "float32"), ((40,), "int32"), ((40, 3), "float32"))]
+    f = lambda x, i, w: jnp.sin(x).at[i].add(jnp.sin(x)[i[::-1]] * w)
+    with jaxkern.accelerate(force=True):
+        text = jax.jit(f, donate_argnums=0).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = [line for line in text.splitlines() if "custom_call @jaxkern_edge_scatter" in line]
+    assert len(re.findall(r"operand_index = (\d+)", call)) == 1 and "operand_index = 0" in call
+    name = "jaxkern_test_of_aliases"
+    jax.ffi.register_ffi_target(name, registry.kernels.module.cpu_handler(), platform="cpu")
+
+    def again(x, i, w):
+        y = jnp.sin(x)
+        return jax.ffi.ffi_call(name, types[0], input_output_aliases={0: 0})(y, i, i, y, w)
+
+    text = jax.jit(again, donate_argnums=0).lower(types[0], types[1], types[2]).compile().as_text()
+    (operands,) = re.findall(r"custom-call\((.*?)\), custom_call_target", text)
+    operands = operands.split(", ")
+    assert operands[0] != operands[3] and "output_to_operand_aliasing={{}: (0, {})}" in text
