@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from accelerated import PLATFORM, close
 from jax.sharding import PartitionSpec as P
-from sharding import mesh, put, several
+from sharding import mesh, messages, put, several
 
 import jaxkern
 
@@ -33,3 +33,25 @@ def test_devices():
         found = jaxkern.explain(mapped, PLATFORM)(x, scale)
         assert len(found) and not found.left
         close(wanted, mapped(x, scale))
+
+
+@several
+def test_what_is_left_sends_what_the_plain_program_sends():
+    """Arrays whose rows are split, too; a scan, a conditional and a nested function that names its shardings."""
+    grid = mesh()
+    own = jax.sharding.NamedSharding(grid, P("r"))
+    inner = jax.jit(lambda x: jax.nn.softmax(x, axis=-1), in_shardings=own, out_shardings=own)
+
+    def f(x, scale):
+        x = jax.lax.scan(lambda x, _: (rms_norm(x, scale), x.sum()), x, length=2)[0]
+        return inner(jax.lax.cond(x[0, 0] > 0, jnp.sin, lambda x: jax.nn.softmax(x, axis=-1), x))
+
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((8, 16), (16,))]
+    x, scale = put(grid, arrays, (P("r", "c"), P("c")))
+    plain = jax.jit(f)
+    with jaxkern.accelerate(only="rows", force=True):
+        left = plain.lower(x, scale).compile()
+    wanted = plain.lower(x, scale).compile()
+    assert messages(left.as_text()) == messages(wanted.as_text())
+    close(wanted(x, scale), left(x, scale), 0)
