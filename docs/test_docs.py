@@ -60,11 +60,13 @@ def test_api_lists_every_public_name():
 
 
 def test_links_between_pages():
-    """A link from a page to another page, README.md included, names a file."""
+    """A link from a page to another page, README.md included, names a file, or a notebook that becomes one."""
     docs = README.parent / "docs"
     for page in [README, *docs.rglob("*.md")]:
         for target in re.findall(r"\]\((?!http|#)([\w./-]+\.md)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            path = page.parent / target
+            found = path.exists() or path.with_suffix(".ipynb").exists()
+            assert found, f"{page.name} links to {target}"
 
 
 @pytest.mark.parametrize(
