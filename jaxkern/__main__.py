@@ -84,7 +84,7 @@ def show_runtime() -> bool:
     print(f"{'CUDA runtime':14} loaded, built for XLA FFI {'.'.join(map(str, module.api_version))}")
     needed = "" if registry.gpu_present() else "; without a GPU it is not needed"
     print(f"{'NVRTC':14} " + (f"not usable: {error}{needed}" if error else f"{version}, {library}"))
-    print(f"{'CUDA headers':14} {', '.join(includes) or 'included in NVRTC'}")
+    print(f"{'CUDA headers':14} {', '.join(includes) or ('none' if error else 'included in NVRTC')}")
     print(f"{'kernel sources':14} {runtime.kernels_folder()}")
     folder = runtime.cache_folder()
     sizes = [entry.bytes for entry in cache.entries(folder)] if folder else []

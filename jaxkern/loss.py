@@ -27,6 +27,8 @@ from jaxkern._ops.linear_cross_entropy.reference import problem as linear_proble
 from jaxkern._ops.score import loss as scores
 from jaxkern.softmax import prepare_scores
 
+_OF_CLASSES = ": one-hot labels have theirs in labels.argmax(-1), and optax.softmax_cross_entropy takes probabilities"
+
 
 def softmax_cross_entropy(
     logits: ArrayLike,
@@ -322,7 +324,7 @@ def _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index,
 def _prepared(name, logits, labels, where, axis, options):
     """Returns (logits, labels, *mask), the axis and the options in the form that the primitives take."""
     logits = validate.floating(name, logits, "logits")
-    labels = integers(name, "labels", labels)
+    labels = integers(name, "labels", labels, _OF_CLASSES)
     (axis,) = validate.sorted_axes(name, axis, logits.shape, "logits")
     rows = logits.shape[:axis] + logits.shape[axis + 1 :]
     if labels.shape != rows:
@@ -399,7 +401,7 @@ def _linear(h, weight, labels, bias, weights, *, options, reduction):
     name, spec = "linear_softmax_cross_entropy", options
     h = validate.floating(name, h, "h")
     weight = validate.floating(name, weight, "weight")
-    labels = integers(name, "labels", labels)
+    labels = integers(name, "labels", labels, _OF_CLASSES)
     if h.ndim < 1 or weight.ndim != 2 or weight.shape[1 if spec.transposed else 0] != h.shape[-1]:
         wanted = "[vocabulary, d]" if spec.transposed else "[d, vocabulary]"
         raise ValueError(

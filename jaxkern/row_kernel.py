@@ -10,6 +10,7 @@ import jax.core
 import jax.numpy as jnp
 
 from jaxkern._core import validate
+from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.rows.function import trace
 from jaxkern._engines.rows.primitive import apply
 
@@ -85,11 +86,19 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
                 raise ValueError(f"{label}: axis {row} is out of bounds for shape {operands[at].shape}")
             avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in operands]
             flat = lambda *xs: f(*jax.tree.unflatten(tree, xs))
-            found = trace(flat, avals, row % rank - rank, label)
+            try:
+                found = trace(flat, avals, row % rank - rank, label)
+            except Exception as error:
+                error.add_note(f"{label} is traced with whole arrays, whose rows lie along axis {row % rank - rank}")
+                raise
             if not found[2].num_leaves:
                 raise ValueError(f"{label} must return at least one array")
             if all(isinstance(n, int) and n > 1 for n in operands[at].shape):
-                found[0].check()
+                try:
+                    found[0].check()
+                except Unsupported as error:
+                    error.add_note("compute it outside of the function, and pass the result as an operand")
+                    raise
             if any(isinstance(c, jax.core.Tracer) for c in found[1]):
                 return found
             if len(traces) >= KEPT:  # the oldest

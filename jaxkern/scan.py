@@ -108,8 +108,15 @@ def scan(
     again = jax.checkpoint(f, prevent_cse=False)
 
     def body(carry, x):
-        carry, y = again(mark(carry), x)
+        carry, y = pair(again(mark(carry), x))
         return mark(carry), mark(y)
+
+    def pair(found):
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise TypeError(
+                f"jaxkern.scan: f must return a pair, the carry and the result of a step, got {validate.shown(found)}"
+            )
+        return found
 
     loop = functools.partial(lax.scan, body, reverse=reverse, unroll=unroll)
     if checkpoint_every is None:
@@ -131,10 +138,11 @@ def _check(f, carry, xs):
     body = closed.jaxpr, closed.consts, 0, len(jax.tree.leaves(carry)), label
     try:
         Program(*body)
-    except Unsupported:
+    except Unsupported as error:
         with contextlib.suppress(Unsupported):
             RowProgram(*body)
             return
+        error.add_note("compute it outside of the loop, or use jax.lax.scan")
         raise
 
 

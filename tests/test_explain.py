@@ -194,6 +194,32 @@ def test_explain_takes_any_callable():
     assert found[0].operation == "scatter_add" and found[-1] is found[0] and found[:1] == list(found)
 
 
+def test_explain_sees_what_a_function_puts_into_its_arguments():
+    """As a step of flax.nnx does, which updates its module and returns the loss alone."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Module:
+        def __init__(self, x):
+            self.x = x
+
+        def tree_flatten(self):
+            return (self.x,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    def step(module, i):
+        module.x -= jax.grad(lambda x: x[i].sum())(module.x)
+
+    x, i = big(jnp.bfloat16)
+    module = Module(x)
+    assert [d.operation for d in jaxkern.explain(step)(module, i)] == ["scatter_add"] and module.x is x
+    vmapped = jax.grad(lambda x, i: jax.vmap(lambda i: x[i])(i).sum())
+    assert "use x[ids] of all ids" in jaxkern.explain(vmapped)(x, i)[0].reason
+    assert "return the gradients" in str(jaxkern.explain(lambda x, i: step(Module(x), i))(x, i))
+
+
 def test_explain_for_another_platform():
     found = jaxkern.explain(lambda x, i: (jax.ops.segment_sum(x[i], i, 9), jax.nn.logsumexp(x, 1)), "cpu")(
         *big(jnp.float32)

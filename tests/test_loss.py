@@ -385,7 +385,12 @@ def test_more_than_2_to_31_elements():
 @pytest.mark.parametrize(
     "args, options, kind, words",
     [
-        ((jnp.ones((2, 3)), jnp.zeros(2)), {}, TypeError, ["labels must be of an integer type", "float32[2]"]),
+        (
+            (jnp.ones((2, 3)), jnp.zeros(2)),
+            {},
+            TypeError,
+            ["labels must be of an integer type", "float32[2]: one-hot labels"],
+        ),
         ((jnp.ones((2, 3)), jnp.zeros(2, bool)), {}, TypeError, ["labels must be of an integer type", "bool[2]"]),
         ((jnp.ones((2, 3)), jnp.zeros(3, int)), {}, ValueError, ["labels of shape (3,)", "(2, 3)", "axis 1"]),
         ((jnp.ones((2, 3)), jnp.zeros((2, 3), int)), {}, ValueError, ["labels of shape (2, 3)", "shape (2,)"]),

@@ -482,7 +482,7 @@ def test_bad_arguments():
         (TypeError, "must be given where", lambda: jax.jit(lambda i: Graph(i, i).num_senders)(jnp.zeros(2, int))),
         (ValueError, "from 0", lambda: Graph(jnp.zeros(2, int), jnp.zeros(2, int), num_nodes=-1)),
         (ValueError, "from 0 to 2", lambda: Graph(np.array([2**40]), np.array([0]))),
-        (TypeError, "graph must be", lambda: messages.edge_sum(lambda x: x, None, senders=x)),
+        (TypeError, "graph must be .*: make one", lambda: messages.edge_sum(lambda x: x, None, senders=x)),
         (TypeError, "f must be a function", lambda: messages.edge_sum(x, graph, senders=x)),
         (TypeError, "must be given", lambda: messages.edge_sum(lambda: 0.0, graph)),
         (ValueError, "must have 2 rows", lambda: messages.edge_sum(lambda x: x, graph, edges=x)),

@@ -279,8 +279,9 @@ LONG = jnp.ones((2, 5000))  # rows that no kernel reduces within a loop
     ],
 )
 def test_what_is_not_elementwise(body, words, state):
-    with pytest.raises(TypeError, match=f"^jaxkern.scan: f(: an array| uses .*test_scan.py).*({words})"):
+    with pytest.raises(TypeError, match=f"^jaxkern.scan: f(: an array| uses .*test_scan.py).*({words})") as error:
         jaxkern.scan(body, state, jnp.ones((2, *state.shape)))
+    assert "use jax.lax.scan" in error.value.__notes__[-1]
 
 
 def test_errors_of_jax_stay():
@@ -288,5 +289,7 @@ def test_errors_of_jax_stay():
         jaxkern.scan(lambda c, x: (jnp.stack([c, c]), x), 1.0, W)
     with pytest.raises(ValueError, match="length"):
         jaxkern.scan(lambda c, x: (c, x), 1.0, W, length=3)
+    with pytest.raises(TypeError, match="jaxkern.scan: f must return a pair"):
+        jaxkern.scan(lambda c, x: c + x, 1.0, W)
     with pytest.raises(TypeError, match="uses tan at .*test_scan.py.*, and kernels do not compute in complex64"):
         jaxkern.scan(lambda c, x: (jnp.tan(c * x), x), jnp.complex64(1), W)

@@ -241,7 +241,7 @@ def scatter(p: Scatter) -> tuple[bool, str]:
     if _is_crowded(p):
         return True, f"{p.count // p.rows} updates for each row"
     if p.elements * p.dtype.itemsize < WIDE_BYTES:
-        return False, f"{p.elements * p.dtype.itemsize / 1e6:.3g} MB of updates are few"
+        return False, f"{p.elements * p.dtype.itemsize / 1e3:.3g} KB of updates are few"
     if p.fused:
         return False, FUSED_ARITHMETIC
     if p.is_sorted:

@@ -50,6 +50,8 @@ def of(numbers, operand, indices, updates) -> Layout | str:
     kept = [d for d in range(len(operand)) if d not in inserted and d not in batch]
     window = dict(zip(kept, numbers.update_window_dims))
     for d, u in window.items():
+        if d in targets and updates[u] == operand[d] > 1:
+            return f"its indices have a column for dimension {d}, too, as jax.vmap of x[i] makes them: use x[ids] of all ids"
         if updates[u] != (1 if d in targets else operand[d]):
             return f"windows of {updates[u]} along dimension {d} of size {operand[d]} are not rows"
     if any(operand[d] != 1 for d in inserted if d not in targets):

@@ -164,7 +164,10 @@ class Explanation(collections.abc.Sequence):
 
     def __str__(self) -> str:
         if not self.decisions:
-            return "jaxkern: the program has no operation that jaxkern could take"
+            return (
+                "jaxkern: the program has no operation that jaxkern could take. JAX drops what no result of the function needs: "
+                "return the gradients, too, if they are missing here"
+            )
         head = ("", "operation", "operands", "MB", "why", "where")
         rows = [head]
         for d, count in collections.Counter(self.decisions).items():

@@ -114,7 +114,11 @@ class RowFunction:
         program = self.program
         for step in self.core.epilogue:
             if step.result.set() >= {program.row, *program.others}:
-                program.fail(step, "on rows and a sum over other dimensions: what is summed over them comes last")
+                program.fail(
+                    step,
+                    "on rows and a sum over other dimensions: reduce along the axis of the row alone, with "
+                    "keepdims=True. Only at the end may the function sum over other dimensions",
+                )
 
     def wide(self, *operands, parts=None) -> list:
         """The results, with 16-bit types computed in float32. parts: as for `evaluate`, where operands are parts."""

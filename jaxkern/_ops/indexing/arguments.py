@@ -25,10 +25,11 @@ def safe_index(index: typing.Any) -> typing.Any:
     return index
 
 
-def integers(name: str, argument: str, index: typing.Any) -> jax.Array:
-    """Checks that `index` is an integer array; widens integers of fewer than 8 bits."""
+def integers(name: str, argument: str, index: typing.Any, hint: str = "") -> jax.Array:
+    """Checks that `index` is an integer array; widens integers of fewer than 8 bits. hint: the end of the error."""
     if not jnp.issubdtype(index.dtype, jnp.integer):
-        raise TypeError(f"jaxkern.{name}: {argument} must be of an integer type, got {index.dtype}{list(index.shape)}")
+        got = f"{index.dtype}{list(index.shape)}"
+        raise TypeError(f"jaxkern.{name}: {argument} must be of an integer type, got {got}{hint}")
     return index.astype(jnp.int8) if jnp.iinfo(index.dtype).bits < 8 else index
 
 

@@ -93,7 +93,10 @@ class Call:
     def __init__(self, name, f, graph, senders, receivers, edges, mean=False, function="f"):
         validate.function(name, function, f)
         if not isinstance(getattr(graph, "into", None), Edges):
-            raise TypeError(f"jaxkern.{name}: graph must be a jaxkern.Graph, got {type(graph).__name__}")
+            raise TypeError(
+                f"jaxkern.{name}: graph must be a jaxkern.Graph, got {type(graph).__name__}: make one "
+                "with jaxkern.Graph(senders, receivers, num_nodes=...), outside the training step"
+            )
         groups = [
             ("senders", senders, OTHER, graph.num_senders),
             ("receivers", receivers, ROW, graph.num_receivers),
