@@ -33,7 +33,7 @@ def test_drawing_of_rows():
     """Each size in the drawing is the longest float32 row that the algorithm runs on an H200."""
     from jaxkern import algorithms
 
-    drawing = (README.parent / "docs" / "drawings" / "rows.svg").read_text()
+    drawing = (README.parent / "docs" / "drawings" / "rows-light.svg").read_text()
     found = re.findall(
         r">(\w+)</text>\s*<text[^>]*>up to ([\d.]+) (bytes|KB|MB)</text>", drawing
     )
@@ -67,6 +67,38 @@ def test_links_between_pages():
             path = page.parent / target
             found = path.exists() or path.with_suffix(".ipynb").exists()
             assert found, f"{page.name} links to {target}"
+
+
+def test_named_tests_exist():
+    """Every test that a page names is a function of that file."""
+    root = README.parent
+    named = {
+        m
+        for page in (root / "docs").rglob("*.md")
+        for m in re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text())
+    }
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if f"def {name}(" not in (root / path).read_text()
+    ]
+    assert len(named) > 20 and not missing, missing
+
+
+def test_code_fits_a_laptop():
+    """Lines of code on the pages are at most 96 characters long, as docs/ruff.toml has it, comments included."""
+    docs = README.parent / "docs"
+    long = []
+    for page in docs.rglob("*.md"):
+        for block in re.findall(
+            r"^```(?:python|bash)\n(.*?)^```", page.read_text(), re.M | re.S
+        ):
+            long += [
+                f"{page.relative_to(docs)}: {line}"
+                for line in block.splitlines()
+                if len(line) > 96
+            ]
+    assert not long, "\n".join(long)
 
 
 @pytest.mark.parametrize(
