@@ -153,7 +153,8 @@ def test_private_jax_is_imported_nowhere():
 
 def test_importing_starts_no_backend_and_warns_of_nothing():
     done = python(
-        "import warnings; warnings.simplefilter('error'); import jaxkern\n"
+        "import sys, warnings; warnings.simplefilter('error'); import jaxkern\n"
+        "assert not {'flax', 'equinox', 'optax'} & set(sys.modules)\n"
         "from jax._src import xla_bridge; print(len(xla_bridge._backends))"
     )
     assert done.stdout.strip() == "0", done.stderr
