@@ -20,7 +20,6 @@ from jaxkern._core.dtypes import computing
 from jaxkern._core.partition import largest, smallest
 from jaxkern._ops.indexing.arguments import safe_index
 from jaxkern._ops.messages import derivatives as _derivatives  # noqa: F401
-from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the primitives' lowerings
 from jaxkern._ops.messages.graphs import Call, axis_names, mapped, node_count, sorted_edges
 from jaxkern._ops.messages.primitive import edge_reduce
 

@@ -18,8 +18,8 @@ from jaxkern._core.define import CUDA_TYPES
 from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing.arguments import integers, safe_index
 from jaxkern._ops.indexing.order import Order
+from jaxkern._ops.messages.edges import Edges
 from jaxkern._ops.messages.graphs import in_range, mapped, node_count, ordered_edges
-from jaxkern._ops.messages.primitive import Edges
 from jaxkern.messages import Graph, PyTree, edge_max, edge_sum
 from jaxkern.segment import segment_softmax
 

@@ -11,9 +11,11 @@ from plans import DEVICES, check_limits, layout, needs_nvrtc
 
 import jaxkern
 from jaxkern._core import compat, device, functor, launch, registry
-from jaxkern._ops.messages import plan, primitive, reference
+from jaxkern._ops.messages import plan, reference
+from jaxkern._ops.messages.edges import ENDS as ALL_ENDS
+from jaxkern._ops.messages.edges import WIDTH
 
-ROW, OTHER, EDGE, SHARED = primitive.ENDS
+ROW, OTHER, EDGE, SHARED = ALL_ENDS
 ENDS = (OTHER, EDGE, ROW)
 
 
@@ -166,9 +168,7 @@ def test_arrays_that_are_no_graph_lead_nowhere(reduction):
     p = Problem([(64,), (1,), (64,)], [FLOAT] * 3, edges=700, nodes=20)
     rng = np.random.default_rng(0)
     for high in (2**32, 40, 701):
-        p.operands[: primitive.WIDTH] = [
-            jnp.asarray(rng.integers(0, high, x.shape, np.uint32)) for x in p.operands[: primitive.WIDTH]
-        ]
+        p.operands[:WIDTH] = [jnp.asarray(rng.integers(0, high, x.shape, np.uint32)) for x in p.operands[:WIDTH]]
         p.run(**(dict(reduction=reduction) if reduction else dict(summed=0)))
 
 
@@ -224,7 +224,7 @@ def test_vectors_and_threads():
         (BFLOAT, 2048, 1, plan.Rows(8, 2, 128, 1, 1)),
     ]:
         operands = avals([(width,), (1,), (1,)], [dtype] * 3, 70_000, 10_000)
-        problem = plan.problem(operands[primitive.WIDTH :], ENDS)
+        problem = plan.problem(operands[WIDTH:], ENDS)
         vector = plan.vector_of(problem, [jnp.dtype(dtype)])
         assert plan.rows_of(problem, [jnp.dtype(dtype)], vector, degree) == rows
 

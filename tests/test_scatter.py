@@ -3,6 +3,7 @@
 The sums are of small integers, which are exact in any order.
 """
 
+import functools
 import re
 
 import emulated
@@ -16,7 +17,7 @@ from plans import check_limits
 import jaxkern
 from jaxkern._core import device, functor, registry
 from jaxkern._ops.messages import scatter, scatter_plan
-from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED
+from jaxkern._ops.messages.edges import EDGE, OTHER, ROW, SHARED
 from jaxkern._ops.messages.scatter_plan import Other
 
 ENDS = (ROW, OTHER, EDGE, SHARED)
@@ -63,21 +64,19 @@ class Problem:
         self.arrays = [rng.integers(-4, 5, s).astype(dtype) for s in arrays]
         f = lambda x, y, z, w: w + (x - y) * z
         function = functor.trace(f, (np.dtype(dtype),) * 4, name="edge_sum")[0]
-        self.operands = [index_of(kind, edges, rows, index)]
-        if self.other.stride == 0:
-            self.operands.append(index_of("uniform", edges, nodes, index, seed=2))
-        self.operands += self.arrays
+        self.index = index_of(kind, edges, rows, index)
+        self.other_index = index_of("uniform", edges, nodes, index, seed=2) if self.other.stride == 0 else None
         self.x = rng.integers(-9, 10, arrays[0]).astype(dtype) if onto else None
-        if onto:
-            self.operands = [self.x, *self.operands]
-        self.params = dict(wrap=False, clip=False, onto=onto) | params
+        self.named = [self.x, self.index, self.other_index, *self.arrays]
+        self.operands = [a for a in self.named if a is not None]
+        self.params = dict(wrap=False, clip=False) | params
         self.params |= dict(function=function, ends=ENDS, rows=rows, other=self.other, dtype=np.dtype(dtype))
 
     def exact(self):
         """By NumPy."""
         x, y, z, w = (a.astype(np.float64) for a in self.arrays)
         at = lambda index, n: np.where((index < 0) & np.array(n[1]), index + n[0], index).astype(np.int64)
-        _, index, other_index, _ = scatter_plan.parted(self.operands, self.other, self.params["onto"])
+        index, other_index = self.index, self.other_index
         row = at(index.astype(np.int64), (len(x), self.params["wrap"]))
         row = row.clip(0, len(x) - 1) if self.params["clip"] else row
         if self.other.stride:
@@ -90,7 +89,7 @@ class Problem:
         return out
 
     def plan(self, layout=None):
-        avals = [jax.typeof(jnp.asarray(x)) for x in self.operands]
+        avals = [None if x is None else jax.typeof(jnp.asarray(x)) for x in self.named]
         x = self.arrays[0]
         found = scatter_plan.scatter_plan(
             device.H200, avals, [jax.core.ShapedArray(x.shape, x.dtype)], layout=layout, **self.params
@@ -133,8 +132,7 @@ def test_sums(case):
     """By the primitive: the kernels on a GPU, the reference elsewhere."""
     with jax.enable_x64("64" in str(CASES[case].values()) or "long" in case):
         p = Problem(**CASES[case])
-        run = jax.jit(lambda *operands: scatter.edge_scatter_p.bind(*operands, **p.params))
-        p.check(run(*map(jnp.asarray, p.operands)))
+        p.check(jax.jit(functools.partial(scatter.edge_scatter, **p.params))(p.x, p.index, p.other_index, p.arrays))
 
 
 # Each takes a second of a C++ compiler.

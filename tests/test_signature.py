@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkern._core.signature import AXIS, FLAT, Signature, distinct
+from jaxkern._core.signature import AXIS, FLAT, Signature, distinct, numbered
 
 ROWS = Signature(
-    {
+    lambda params: {
         "x": "T *lead row *trail",
         "scale?": "wide row",
-        "*more": "any *lead? row? *trail?",
+        **numbered("more", params["more"], "any *lead? row? *trail?"),
         "group": "float32 *lead!",
         "index?": "integer *lead *trail",
     },
@@ -24,7 +24,8 @@ def of(*shape, dtype="float32"):
 
 
 def types(x, scale, more, group, index, **params):
-    flat, params = ROWS.compress((x, scale, *more, group, index), {"axis": 2, "length": 7, "dtype": "int8"} | params)
+    given = {"axis": 2, "length": 7, "dtype": "int8", "more": len(more)} | params
+    flat, params = ROWS.compress((x, scale, *more, group, index), given)
     operands, rest = ROWS.expand(flat, params)
     assert "given" not in rest and (operands.x, operands.scale, operands.group, operands.index) == (
         x,
@@ -75,7 +76,7 @@ def test_operands_that_do_not_fit(wrong):
 
 def test_a_declaration_of_the_parameters():
     signature = Signature(
-        {"a": lambda params: "T m n" if params["turned"] else "T n m", "b": "a n"},
+        lambda params: {"a": "T m n" if params["turned"] else "T n m", "b": "a n"},
         "b m",
         layout=FLAT,
         sizes=lambda operands, params: {"n": 3},

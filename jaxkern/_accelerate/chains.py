@@ -49,9 +49,9 @@ from jaxkern._core import compat, compat_lowering, cpp, functor, memo
 from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.indexing.reference import added
-from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the lowerings of messages
 from jaxkern._ops.messages import plan
-from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, features_of, ordered_reduce_p
+from jaxkern._ops.messages.edges import EDGE, OTHER, ROW, SHARED, features_of
+from jaxkern._ops.messages.primitive import ordered_reduce_p
 from jaxkern._ops.messages.scatter_plan import Other
 
 REDUCTIONS = {"scatter_add": "sum", "scatter_max": "max", "scatter_min": "min"}

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._ops.indexing.reference import added
-from jaxkern._ops.messages.primitive import features_of
+from jaxkern._ops.messages.edges import features_of
 from jaxkern._ops.messages.scatter import edge_scatter
 from jaxkern._ops.messages.scatter_plan import Other, scatter_plan
 
@@ -46,7 +46,7 @@ def has_plan(chain, edges, shapes, dtypes, operand) -> bool:
     other, index = chain.free.other, jax.core.ShapedArray((edges,), jnp.int32)
     arrays = [jax.core.ShapedArray(s, d) for s, d in zip(shapes, dtypes)]
     results = [jax.core.ShapedArray((operand.shape[0], *features_of(arrays)), operand.dtype)]
-    indices = [index] * (2 if other is not None and other.stride == 0 else 1)
+    indices = [None, index, index if other is not None and other.stride == 0 else None]
     params = dict(
         function=chain.function, ends=tuple(o.end for o in chain.operands), rows=operand.shape[0], other=other
     )

@@ -15,8 +15,9 @@
 
 An operand `name?` is optional. A declaration is a dtype, then the names of the dimensions. Dimensions of one name have one
 size; `name?` may have size 1 instead. `*group` stands for any number of dimensions: the layout tells how many from the
-parameters, and the first operand how many one more group has. The dimensions of `*group!` all have size 1, or all have their
-full size. T is one dtype for all operands, `wide` the dtype that T is computed in, `integer` any integer dtype, `any` any
+parameters, or else the first operand that has the group. The dimensions of `*group!` all have size 1, or all have their
+full size. Results have size 1 in dimensions `name-`, over which they are reduced; `name0` is the first dimension of a group.
+T is one dtype for all operands, `wide` the dtype that T is computed in, `integer` any integer dtype, `any` any
 dtype. The name of an operand stands for its dtype. Other dtypes are NumPy's names or, of results, the names of parameters; so
 are the sizes of dimensions that no operand has.
 
@@ -45,11 +46,13 @@ class Layout(typing.NamedTuple):
     ranks(params): {group: its number of dimensions}, for all groups but one.
     grown(params, group, at): the parameters for one more dimension of this group, dimension `at` of the first operand.
     grows: the groups that a batch may become a dimension of; None: all.
+    first: whether a batch becomes the first dimension of its group, wherever it lies in the operands.
     """
 
     ranks: typing.Callable
-    grown: typing.Callable
+    grown: typing.Callable = lambda params, group, at: params
     grows: tuple | None = None
+    first: bool = False
 
 
 # Operands "*lead row *trail", where the parameter `axis` is the position of the row.
@@ -58,13 +61,13 @@ AXIS = Layout(
     lambda params, group, at: params | {"axis": params["axis"] + (group == "lead")},
 )
 # At most one group.
-FLAT = Layout(lambda params: {}, lambda params, group, at: params)
+FLAT = Layout(lambda params: {})
 
 
 class Dim(typing.NamedTuple):
     name: str
     group: str  # the name itself for a dimension that is in no group
-    mark: str  # "?", "!" or ""
+    mark: str  # "?", "!", "-" or ""
 
 
 class Word(typing.NamedTuple):
@@ -79,16 +82,16 @@ class Word(typing.NamedTuple):
 def _parsed(text) -> tuple:
     """(dtype, words) of a declaration."""
     dtype, *words = text.split()
-    return dtype, [Word(w.strip("*?!"), w[0] == "*", w[-1] if w[-1] in "?!" else "") for w in words]
+    return dtype, [Word(w.strip("*?!-"), w[0] == "*", w[-1] if w[-1] in "?!-" else "") for w in words]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
     """The operands and results of a primitive.
 
-    declared: {operand: declaration, or a function of the parameters that returns it}. "name?" is optional. One operand may be
-        "*name": any number of operands of one declaration; all optional ones are then given, if only as None.
-    results: the declaration of the result or, if there are several, a list or a function of (operands, params) that returns it.
+    declared: {operand: declaration}, or a function of the parameters that returns it. "name?" is optional.
+    results: the declaration of the result, or a list of several, or a function of (operands, params) that returns the list; with
+        `single`, a function that returns one declaration.
     dtypes(params): {name in declarations: the dtype that it stands for}.
     sizes(operands, params): sizes of dimensions that are not the size of an operand's dimension or a parameter.
     dropped: {group: optional operands that are not valid if the group grows under vmap}: they are then left out.
@@ -97,7 +100,7 @@ class Signature:
     summed: the dimensions that devices sum over if no result has them. By default all that are not `whole`.
     """
 
-    declared: dict
+    declared: typing.Any
     results: typing.Any
     layout: Layout = AXIS
     dtypes: typing.Callable = lambda params: {}
@@ -106,10 +109,11 @@ class Signature:
     exact: typing.Any = ()
     whole: typing.Any = ()
     summed: typing.Any = None
+    single: bool = False
 
     @property
     def several(self) -> bool:
-        return not isinstance(self.results, str)
+        return not (self.single or isinstance(self.results, str))
 
     @functools.cached_property
     def operands(self) -> dict:
@@ -126,14 +130,14 @@ class Signature:
     def optional(self) -> list[str]:
         return [name[:-1] for name in self.declared if name[-1] == "?"]
 
-    def of(self, count) -> "Signature":
-        """The signature for so many operands that are not optional."""
-        return _for_count(self, count) if any(name[0] == "*" for name in self.declared) else self
+    def of(self, params) -> "Signature":
+        """The signature for these parameters."""
+        return _declaring(self, tuple(self.declared(params).items())) if callable(self.declared) else self
 
     def expand(self, flat, params) -> tuple:
         """(all operands by name, the parameters without `given`) of the operands and the parameters of the primitive."""
         given, own = params.get("given", "").split(), {n: value for n, value in params.items() if n != "given"}
-        self, remaining = self._of(flat, params), iter(flat)
+        self, remaining = self.of(params), iter(flat)
         absent = set(self.optional) - set(given)
         return self.named(*(None if n in absent else next(remaining) for n in self.operands)), own
 
@@ -141,36 +145,35 @@ class Signature:
         """The inverse of `expand`."""
         if "given" in params:
             return operands, params
-        operands = self.of(len(operands) - len(self.optional)).named(*operands)
+        self = self.of(params)
+        operands = self.named(*operands)
         given = [n for n in self.optional if getattr(operands, n) is not None]
         present = [x for n, x in operands._asdict().items() if x is not None or n not in self.optional]
         return present, params | {"given": " ".join(given)} if given else params
 
-    def _of(self, flat, params) -> "Signature":
-        return self.of(len(flat) - len(params.get("given", "").split()))
-
     # ---- dimensions
 
-    def _words(self, params) -> dict:
+    @functools.cached_property
+    def _words(self) -> dict:
         """{operand: its words}"""
-        return {n: _parsed(text(params) if callable(text) else text)[1] for n, text in self.operands.items()}
+        return {n: _parsed(text)[1] for n, text in self.operands.items()}
 
-    def _ranks(self, rank, params) -> dict:
-        """The number of dimensions of each group, and 1 for each other dimension; rank: of the first operand."""
+    def _ranks(self, counts, params) -> dict:
+        """The number of dimensions of each group, and 1 for each other dimension; counts: of dimensions of the operands."""
         ranks = dict(self.layout.ranks(params))
-        for words in self._words(params).values():
+        for words, count in zip(self._words.values(), counts):
             ranks |= {w.name: 1 for w in words if not w.grouped}
-            for w in words:
-                if w.name not in ranks:  # in the first operand
-                    ranks[w.name] = rank - sum(ranks.get(v.name, not v.grouped) for v in words)
+            for w in words if count is not None else ():
+                if w.name not in ranks:
+                    ranks[w.name] = count - sum(ranks.get(v.name, not v.grouped) for v in words)
         return ranks
 
     def _declared(self, operands, params) -> tuple:
         """[(operand, dtype, dimensions)] of the operands that are present, and [(dtype, dimensions)] of the results."""
-        ranks = self._ranks(operands[0].ndim, params)
+        ranks = self._ranks([x if x is None else x.ndim for x in operands], params)
 
         def declared(text):
-            dtype, words = _parsed(text(params) if callable(text) else text)
+            dtype, words = _parsed(text)
             numbered = lambda w: [f"{w.name}{k}" for k in range(ranks[w.name])] if w.grouped else [w.name]
             return dtype, [Dim(name, w.name, w.mark) for w in words for name in numbered(w)]
 
@@ -186,19 +189,22 @@ class Signature:
     def types(self, name, *flat, **given):
         """The types of the results; checks the operands."""
         operands, params = self.expand(flat, given)
-        self = self._of(flat, given)
+        self = self.of(params)
         present, results = self._declared(operands, params)
         dtypes = self.dtypes(params) | {n: x.dtype for n, x in operands._asdict().items() if x is not None}
         for x, kind, _ in present:
             if kind == "T":
                 dtypes = {"T": x.dtype, "wide": computing(x.dtype)} | dtypes
-        sizes, entries = self.sizes(operands, params), {}
+        sizes, entries, broadcast = self.sizes(operands, params), {}, {}
         fits = all(len(dims) == x.ndim and _is_of(x.dtype, kind, dtypes) for x, kind, dims in present)
         for x, _, dims in present if fits else ():
             for dim, size, entry in zip(dims, x.shape, validate.explicit_spec(x)):
                 if not (dim.mark and _is_one(size)):
                     fits &= sizes.setdefault(dim.name, size) == size
-                    entries.setdefault(dim.name, entry)
+                    if dim.mark:
+                        broadcast[dim.name] = broadcast.get(dim.name) or entry
+                    else:
+                        entries.setdefault(dim.name, entry)
         for x, _, dims in present if fits else ():
             for group in {dim.group for dim in dims if dim.mark == "!"}:
                 own = [(n, sizes.get(dim.name, n)) for dim, n in zip(dims, x.shape) if dim.group == group]
@@ -210,13 +216,14 @@ class Signature:
             )
         mesh = next((x.sharding.mesh for x, *_ in present if not x.sharding.mesh.empty), None)
         found = []
+        sizes, entries = {None: 1} | {dim.name: 1 for *_, dims in present for dim in dims} | sizes, broadcast | entries
         for kind, dims in results:
-            names = [dim.name for dim in dims]
+            names = [None if dim.mark == "-" else dim.name for dim in dims]
             spec = PartitionSpec(*distinct([entries.get(n) for n in names]))
             more = {} if mesh is None else {"sharding": NamedSharding(mesh, spec)}
             shape = tuple(sizes[n] if n in sizes else params[n] for n in names)
             dtype = jnp.dtype(dtypes[kind] if kind in dtypes else params.get(kind, kind))
-            found.append(operands[0].update(shape=shape, dtype=dtype, weak_type=False, **more))
+            found.append(flat[0].update(shape=shape, dtype=dtype, weak_type=False, **more))
         return found if self.several else found[0]
 
     # ---- vmap
@@ -226,10 +233,11 @@ class Signature:
         first one, if possible. Operands without the group are shared by the batch."""
         operands, params = self.expand(flat, given)
         dims, _ = self.expand(flat_dims, given)
-        self = self._of(flat, given)
-        ranks = self._ranks(operands[0].ndim - (dims[0] is not None), params)
-        begin = lambda words, group: sum(ranks.get(w.name, 1) for w in words[: [w.name for w in words].index(group)])
-        words = self._words(params)
+        self = self.of(params)
+        ranks = self._ranks([x if x is None else x.ndim - (d is not None) for x, d in zip(operands, dims)], params)
+        before = lambda words, group: itertools.takewhile(lambda w: w.name not in (group, f"{group}0"), words)
+        begin = lambda words, group: sum(ranks.get(w.name, 1) for w in before(words, group))
+        words = self._words
         groups = {n: [w.name for w in own if w.grouped] for n, own in words.items()}
         batched = [n for n in words if getattr(dims, n) is not None]
         size = getattr(operands, batched[0]).shape[getattr(dims, batched[0])]
@@ -242,7 +250,8 @@ class Signature:
         if not shared:
             raise NotImplementedError(f"{prim.name}: no batching rule for batches of {', '.join(batched)} alone")
         first, at = leading[0], getattr(dims, leading[0]) or 0
-        place = {g: min(max(at - begin(words[first], g), 0), ranks[g]) for g in shared}
+        most = {g: 0 if self.layout.first else ranks[g] for g in shared}
+        place = {g: min(max(at - begin(words[first], g), 0), most[g]) for g in shared}
         group = min(shared, key=lambda g: abs(at - begin(words[first], g) - place[g]))
         at = place[group]
 
@@ -259,7 +268,7 @@ class Signature:
             return x if mark else jnp.broadcast_to(x, (*x.shape[:where], size, *x.shape[where + 1 :]))
 
         found = self.named(*(placed(n, x, d) for n, x, d in zip(words, operands, dims)))
-        whole = next(n for n, own in words.items() if Word(group, True, "") in own)
+        whole = next((n for n, own in words.items() if Word(group, True, "") in own), first)
         of = lambda n: slice(begin(words[n], group), begin(words[n], group) + ranks[group] + 1)
         full = getattr(found, whole).shape[of(whole)]
         for n, own in words.items():
@@ -277,17 +286,17 @@ class Signature:
         """Lowers a call to one part per device: shard(prim, over, *operands, **params), see `partition.lower`. `over` has the
         mesh axes of groups, too."""
         operands, own = self.expand(ctx.avals_in, params)
-        self = self._of(flat, params)
+        self = self.of(own)
         present, results = self._declared(operands, own)
         dims = [*(of for *_, of in present), *(of for _, of in results)]
         groups = {dim.name: dim.group for of in dims for dim in of}
         exact, whole = (f(operands, own) if callable(f) else f for f in (self.exact, self.whole))
         of = lambda names: {name for name, group in groups.items() if name in names or group in names}
         summed = set(groups) - of(whole) if self.summed is None else of(self.summed)
-        summed -= {dim.name for _, own in results for dim in own}
+        summed -= {dim.name for _, own in results for dim in own if dim.mark != "-"}
 
         def part(over, *parts, **params):
-            along = {w.name: () for words in self._words(params).values() for w in words}
+            along = {w.name: () for words in self._words.values() for w in words}
             for name, group in groups.items():
                 along[group] = (*along.get(group, ()), *over.get(name, ()))
             operands, params = self.expand(parts, params)
@@ -300,11 +309,13 @@ class Signature:
 
 
 @functools.cache
-def _for_count(signature, count):
-    declared, more = {}, count - (len(signature.operands) - len(signature.optional) - 1)
-    for name, text in signature.declared.items():
-        declared |= {f"{name[1:]}{k}": text for k in range(more)} if name[0] == "*" else {name: text}
-    return dataclasses.replace(signature, declared=declared)
+def _declaring(signature, declared):
+    return dataclasses.replace(signature, declared=dict(declared))
+
+
+def numbered(name, count, text) -> dict:
+    """So many operands of one declaration."""
+    return {f"{name}{k}": text for k in range(count)}
 
 
 def _is_one(n) -> bool:
@@ -371,7 +382,7 @@ def primitive(
         """operands: a list of types, or the types of what `prepare` returns, a NamedTuple or a tuple of all operands."""
         named, params = signature.expand(operands, given) if isinstance(operands, list) else (operands, given)
         if not hasattr(named, "_fields"):
-            named = signature.of(len(named) - len(signature.optional)).named(*named)
+            named = signature.of(params).named(*named)
         return plan(device, named, results, **{n: value for n, value in params.items() if n != "given"})
 
     prim = define.primitive(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxkern._core import compat, validate
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind, has_tangent, set_jvp
-from jaxkern._core.signature import FLAT, Signature
+from jaxkern._core.signature import FLAT, Signature, numbered
 from jaxkern._core.signature import primitive as define
 from jaxkern._definitions.quantize import largest, on_cpu, quantize
 from jaxkern._definitions.traced import of_rows, traced, vectors
@@ -87,10 +87,15 @@ def _reference(operation, *operands, numbers, to, block, algorithm, function, ma
 def primitive(operation):
     """The primitive of an operation."""
     reference = functools.partial(_reference, operation)
+    columns = {f"{name}?": "any row" for name in operation.columns}
     signature = Signature(
-        {"x": ROWS, "residual?": ROWS}
-        | {f"{name}?": "any row" for name in operation.columns}
-        | {"*arguments": "any *rows? row?", "given?": "float32"},
+        lambda params: (
+            {"x": ROWS, "residual?": ROWS, **columns}
+            | numbered(
+                "argument", len(params["function"].in_dtypes) - 1 if params["function"] else 0, "any *rows? row?"
+            )
+            | {"given?": "float32"}
+        ),
         _results,
         layout=FLAT,
         sizes=lambda operands, params: {"blocks": operands.x.shape[-1] // (params["block"] or 1)},

@@ -9,105 +9,68 @@ import functools
 
 import jax.numpy as jnp
 from jax.interpreters import ad
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import algorithms, compat, define, partition
+from jaxkern._core import algorithms, compat
 from jaxkern._core.primitive import bind, set_jvp, set_transpose
+from jaxkern._core.signature import FLAT, Layout, Signature, local, primitive
 from jaxkern._ops.elementwise import derivatives, plan, reference, table
 
 algorithms.register(plan, "elementwise")
 ROWS = {row.name: row for row in table.ROWS}
 
 
-def _result(prim, arrays, split, dtype):
-    """The type of what arrays of equal rank broadcast to; a split dimension is half as long."""
-    first = arrays[0]
-    shape, spec = list(first.shape), [*first.sharding.spec, *[None] * (first.ndim - len(first.sharding.spec))]
-    if split >= 0:
-        shape[split], spec[split] = shape[split] // 2, None
-    for x in arrays[1:]:
-        other = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
-        for d in range(len(shape)):
-            if x.ndim != len(shape) or (x.shape[d] != shape[d] and 1 not in (x.shape[d], shape[d])):
-                raise ValueError(
-                    f"{prim}: operands of shapes {', '.join(str(a.shape) for a in arrays)} do not broadcast"
-                )
-            if isinstance(shape[d], int) and shape[d] == 1:
-                shape[d], spec[d] = x.shape[d], other[d]
-            elif spec[d] is None and not (isinstance(x.shape[d], int) and x.shape[d] == 1):
-                spec[d] = other[d]
-    mesh = next((x.sharding.mesh for x in arrays if not x.sharding.mesh.empty), first.sharding.mesh)
-    sharding = {} if mesh.empty else {"sharding": NamedSharding(mesh, PartitionSpec(*spec))}
-    return first.update(shape=tuple(shape), dtype=dtype, weak_type=False, **sharding)
+# The parameter `split` is the position of the dimension that holds two halves.
+LAYOUT = Layout(
+    lambda params: {"lead": params["split"]},
+    lambda params, group, at: params | {"split": params["split"] + (group == "lead")},
+)
 
 
-def _abstract(row, *operands, split, algorithm="auto"):
-    arrays = operands[: len(operands) - len(row.parameters)]
-    predicate = row.types in ("test", "compare")
-    return _result(row.name, arrays, split, jnp.dtype(bool) if predicate else reference.element_type(row, arrays))
+def _sizes(operands, params):
+    return {"half": operands[0].shape[params["split"]] // 2} if params["split"] >= 0 else {}
 
 
-def _abstract_gradient(row, *operands, split, algorithm="auto"):
-    g = operands[len(operands) - len(row.parameters) - 1]
-    return [operands[0].update(weak_type=False)] if split >= 0 else [g.update(weak_type=False)] * len(row.gradient)
+HALVES, HALF = "T *lead two *trail", "T *lead half *trail"
 
 
-def _batch(whole, prim, operands, dims, *, split, algorithm="auto"):
-    at = next(d for d in dims if d is not None)
-    # An unbatched operand gets a dimension of size 1: kernels read it in place.
-    operands = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims)]
-    if whole is not None:  # cotangents and tangents, which begin at this position, and what is split keep the shape
-        size = next(x.shape[at] for x, d in zip(operands, dims) if d is not None)
-        operands = [
-            jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :]))
-            if k >= whole or (k == 0 and split >= 0)
-            else x
-            for k, x in enumerate(operands)
-        ]
-    y = bind(prim, *operands, split=split + (0 <= at <= split), algorithm=algorithm)
-    return (y, [at] * len(y)) if prim.multiple_results else (y, at)
+def _primitive(name, row, in_jnp, read, beside=(), gradients=None):
+    """A primitive of a row that takes the arrays at the positions `read`, cotangents or tangents, and the parameters.
 
+    beside: the names of the cotangents or tangents; of two tangents, the first holds both if the operation is split.
+    gradients: how many results there are; None: one that is no gradient.
+    """
+    kinds = ["bool" if k == 0 and row.types == "select" else "T" for k in range(len(row.arrays))]
+    parameters = dict.fromkeys((parameter for parameter, _ in row.parameters), "wide *all?")
 
-def _abstract_tangent(row, *operands, split, algorithm="auto"):
-    k, _ = reference.operand_counts(row, split)
-    return _result(row.name, operands[k : k + 1], split, operands[k].dtype)
+    def declared(params):
+        if params["split"] < 0:
+            arrays = {row.arrays[k]: f"{kinds[k]} *all?" for k in read}
+            return arrays | dict.fromkeys(beside, "T *all") | parameters
+        return {"halves": HALVES} | dict.fromkeys(beside[:1], HALF if gradients else HALVES)
 
+    def results(operands, params):
+        if gradients:
+            return [HALVES] if params["split"] >= 0 else ["T *all"] * gradients
+        return HALF if params["split"] >= 0 else "bool *all" if row.types in ("test", "compare") else "T *all"
 
-def _primitive(name, row, abstract, reference, several=False, whole=None):
-    return define.primitive(
+    return primitive(
         f"jaxkern_{name}",
-        functools.partial(abstract, row),
-        functools.partial(_batch, whole),
-        functools.partial(reference, row),
-        several=several,
+        Signature(declared, results, LAYOUT, sizes=_sizes, whole={"two", "half"}, single=not gradients),
+        functools.partial(in_jnp, row),
         plan=functools.partial(plan.plan, name),
-        partition=_partition,
+        shard=local,
     )
 
 
-def _partition(prim, ctx, operands, params):
-    """Each device computes its part. Any dimension may be split, except one that holds two halves."""
-    split = params.get("split", -1)
-    names = [f"d{d}" for d in range(max(a.ndim for a in (*ctx.avals_in, *ctx.avals_out)))]
-    dims = [list(names[: a.ndim]) for a in (*ctx.avals_in, *ctx.avals_out)]
-    if split >= 0:
-        for k, names in enumerate(dims):
-            names[split] = f"half{k}"
-    whole = [name for names in dims for name in names if name.startswith("half")]
-    shard = lambda over, *parts, **params: prim.bind(*parts, **params)
-    return partition.lower(ctx, prim, operands, params, dims, shard, whole=whole)
-
-
 def _define(row):
-    forward_p = _primitive(row.name, row, _abstract, reference.forward)
-    gradient_p = None
-    if row.gradient:
-        whole = len(reference.used(row))
-        gradient_p = tangent_p = _primitive(
-            f"{row.name}_grad", row, _abstract_gradient, reference.gradient, True, whole
-        )
-        if len(row.gradient) > 1:  # else the gradient is its own transpose
-            tangent_p = _primitive(f"{row.name}_jvp", row, _abstract_tangent, reference.tangent, False, whole)
+    forward_p = _primitive(row.name, row, reference.forward, range(len(row.arrays)))
+    gradient_p, count = None, len(row.gradient)
+    if count:
+        used = reference.used(row)
+        gradient_p = tangent_p = _primitive(f"{row.name}_grad", row, reference.gradient, used, ("g",), count)
+        if count > 1:  # else the gradient is its own transpose
+            tangents = tuple(f"t{k}" for k in range(count))
+            tangent_p = _primitive(f"{row.name}_jvp", row, reference.tangent, used, tangents)
         derivatives.gradient_rules(row, gradient_p, tangent_p)
     if row.types in ("test", "compare", "logical"):
         derivatives.no_derivative(forward_p)
@@ -134,13 +97,12 @@ def _cast_transpose(ct, x, *, dtype):
     return [ad.Zero(x.aval) if type(ct) is ad.Zero else bind(cast_p, ct, dtype=x.aval.dtype)]
 
 
-cast_p = define.primitive(
+cast_p = primitive(
     "jaxkern_cast",
-    lambda x, *, dtype: x.update(dtype=dtype, weak_type=False),
-    lambda prim, xs, ds, *, dtype: (bind(prim, *xs, dtype=dtype), ds[0]),
+    Signature({"x": "any *all"}, "dtype *all", FLAT),
     reference.cast,
     plan=functools.partial(plan.plan, "cast"),
-    partition=_partition,
+    shard=local,
 )
 set_jvp(cast_p, _cast_jvp)
 set_transpose(cast_p, _cast_transpose)

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import compat, partition
-from jaxkern._core.define import primitive
+from jaxkern._core import compat
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind, set_jvp, set_transpose
+from jaxkern._core.signature import Layout, Signature, primitive
 from jaxkern._ops.function import plan
 
 
@@ -46,34 +45,6 @@ def _reference(*operands, function, sums):
     ys = function.unrounded(*operands)
     ys = [jnp.sum(y, dims, keepdims=True) if dims else y for y, dims in zip(ys, sums)]
     return [y.astype(d) for y, d in zip(ys, function.out_dtypes)]
-
-
-def _abstract(*operands, function, sums):
-    for x, dtype in zip(operands, function.in_dtypes, strict=True):
-        if x.dtype != dtype or x.ndim != operands[0].ndim:
-            raise ValueError(f"{function.label}: operand {x.str_short()} for an argument of {dtype}")
-    shape = _broadcast([x.shape for x in operands])
-    if any(not _is_one(n) and n != m for x in operands for n, m in zip(x.shape, shape)):
-        raise ValueError(f"{function.label}: {', '.join(x.str_short() for x in operands)} do not broadcast")
-    mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
-    spec = [None] * len(shape)
-    for x in operands:
-        for d, axes in enumerate(x.sharding.spec):
-            spec[d] = spec[d] if _is_one(x.shape[d]) else spec[d] or axes
-    results = []
-    for dtype, dims in zip(function.out_dtypes, sums, strict=True):
-        one = [1 if d in dims else n for d, n in enumerate(shape)]
-        own = PartitionSpec(*(None if d in dims else axes for d, axes in enumerate(spec)))
-        sharding = {} if mesh is None else {"sharding": NamedSharding(mesh, own)}
-        results.append(operands[0].update(shape=tuple(one), dtype=dtype, weak_type=False, **sharding))
-    return results
-
-
-def _batch(prim, operands, dims, *, function, sums):
-    operands = [jnp.expand_dims(x, 0) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
-    sums = tuple(tuple(d + 1 for d in own) for own in sums)
-    ys = bind(prim, *operands, function=function, sums=sums)
-    return ys, [0] * len(ys)
 
 
 def _jvp(primals, tangents, *, function, sums):
@@ -111,26 +82,35 @@ def _transpose(cts, *operands, function, sums):
     return result
 
 
-def _partition(prim, ctx, operands, params):
+def _shard(prim, over, *parts, function, sums):
     """Every dimension may be split. Devices sum their parts of what is summed over dimensions that are."""
-    sums, rank = params["sums"], ctx.avals_in[0].ndim
-    names = [f"d{d}" for d in range(rank)]
-    dims = [list(names) for _ in (*ctx.avals_in, *ctx.avals_out)]
-    summed = {names[d] for own in sums for d in own}
-    shape = _broadcast([a.shape for a in ctx.avals_in])
-    gone = [name for d, name in enumerate(names) if not _is_one(shape[d]) and all(d in own for own in sums)]
+    axes = [tuple(a for d in own for a in over.get(f"all{d}", ())) for own in sums]
+    wide = [computing(d) if a else d for d, a in zip(function.out_dtypes, axes)]
+    ys = apply(function.with_results(wide), parts, sums)
+    return [lax.psum(y, a).astype(d) if a else y for y, a, d in zip(ys, axes, function.out_dtypes)]
 
-    def shard(over, *parts, function, sums):
-        axes = [tuple(a for d in own for a in over.get(names[d], ())) for own in sums]
-        wide = [computing(d) if a else d for d, a in zip(function.out_dtypes, axes)]
-        ys = apply(function.with_results(wide), parts, sums)
-        return [lax.psum(y, a).astype(d) if a else y for y, a, d in zip(ys, axes, function.out_dtypes)]
 
-    return partition.lower(ctx, prim, operands, params, dims, shard, exact=tuple(summed), summed=tuple(gone))
+def _results(operands, params):
+    dims = [f"all{d}" for d in range(operands[0].ndim)]
+    shapes = (" ".join(f"{n}-" if d in own else n for d, n in enumerate(dims)) for own in params["sums"])
+    return [f"{dtype} {shape}" for dtype, shape in zip(params["function"].out_dtypes, shapes, strict=True)]
+
+
+def _grown(params, group, at):
+    return params | {"sums": tuple(tuple(d + (d >= at) for d in own) for own in params["sums"])}
 
 
 elementwise_kernel_p = primitive(
-    "jaxkern_elementwise_kernel", _abstract, _batch, _reference, several=True, plan=plan.plan, partition=_partition
+    "jaxkern_elementwise_kernel",
+    Signature(
+        lambda params: {f"x{k}": f"{dtype} *all?" for k, dtype in enumerate(params["function"].in_dtypes)},
+        _results,
+        Layout(lambda params: {}, _grown, first=True),
+        exact=lambda operands, params: {f"all{d}" for own in params["sums"] for d in own},
+    ),
+    _reference,
+    plan=plan.plan,
+    shard=_shard,
 )
 set_jvp(elementwise_kernel_p, _jvp)
 set_transpose(elementwise_kernel_p, _transpose)

@@ -33,13 +33,16 @@ def _weight(params):
     return "weight vocabulary width" if params["spec"].transposed else "weight width vocabulary"
 
 
+def _operands(params):
+    return {"h": H, "weight": _weight(params), "labels": LABELS}
+
+
 def _gradients(operands, params):
     return [text for text, wanted in zip((H, _weight(params), BIAS), params["wanted"]) if wanted]
 
 
 # `number` is the dtype of the loss.
 H, LABELS, BIAS, ROW = "T *rows width", "integer *rows", "bias vocabulary", "number *rows"
-_OPERANDS = {"h": H, "weight": _weight, "labels": LABELS}
 _signature = functools.partial(
     Signature,
     layout=FLAT,
@@ -48,7 +51,7 @@ _signature = functools.partial(
     whole={"width"},
     summed={"width", "vocabulary"},
 )
-_weighed = functools.partial(_signature, _OPERANDS | {"c": ROW, "bias?": BIAS})
+_weighed = functools.partial(_signature, lambda params: _operands(params) | {"c": ROW, "bias?": BIAS})
 
 
 # ---- vmap
@@ -94,7 +97,7 @@ def _plain_both(h, weight, labels, c, bias, *, spec, wanted):
     return [value, *reference.plain_gradient(h, weight, labels, c, bias, spec=spec, wanted=wanted)]
 
 
-_LOSS, _GRADIENT = _signature(_OPERANDS | {"bias?": BIAS}, ROW), _weighed(results=_gradients)
+_LOSS, _GRADIENT = _signature(lambda params: _operands(params) | {"bias?": BIAS}, ROW), _weighed(results=_gradients)
 _BOTH = _weighed(results=lambda operands, params: [ROW, *_gradients(operands, params)])
 linear_cross_entropy_p = _primitive("", _LOSS, reference.loss, taylor=reference.plain)
 linear_cross_entropy_both_p = _primitive("_both", _BOTH, reference.both, taylor=_plain_both)
@@ -103,7 +106,9 @@ linear_cross_entropy_grad_p = _primitive(
 )
 linear_cross_entropy_jvp_p = _primitive(
     "_jvp",
-    _signature(_OPERANDS | {"bias?": BIAS, "dh?": H, "dweight?": _weight, "dbias?": BIAS}, ROW),
+    _signature(
+        lambda params: _operands(params) | {"bias?": BIAS, "dh?": H, "dweight?": _weight(params), "dbias?": BIAS}, ROW
+    ),
     reference.tangent,
 )
 linear_cross_entropy_sum_p = primitive(

@@ -24,21 +24,8 @@ from jaxkern._core import compat, functor, memo, validate
 from jaxkern._core.arrays import of_some
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind, set_jvp, set_transpose
-from jaxkern._ops.messages.primitive import (
-    EDGE,
-    LOCATED,
-    OTHER,
-    ROW,
-    SHARED,
-    SWAPPED,
-    WIDTH,
-    Edges,
-    edge_map,
-    edge_map_p,
-    edge_reduce,
-    edge_reduce_p,
-    features_of,
-)
+from jaxkern._ops.messages.edges import EDGE, LOCATED, OTHER, ROW, SHARED, SWAPPED, WIDTH, Edges, features_of
+from jaxkern._ops.messages.primitive import edge_map, edge_map_p, edge_reduce, edge_reduce_p
 
 # ---- functions
 

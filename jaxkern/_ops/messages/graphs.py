@@ -10,7 +10,8 @@ import numpy as np
 from jaxkern._core import compat, cpp, functor, validate
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.indexing.arguments import integers
-from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, Edges, edge_map, features_of
+from jaxkern._ops.messages.edges import EDGE, OTHER, ROW, SHARED, Edges, features_of
+from jaxkern._ops.messages.primitive import edge_map
 
 
 def axis_names(value):

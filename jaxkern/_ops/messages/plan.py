@@ -14,7 +14,7 @@ from jaxkern._core import launch
 from jaxkern._core.define import CUDA_TYPES, ceil_div, cpp_bool
 from jaxkern._core.launch import Launch, Plan
 from jaxkern._core.params import Params
-from jaxkern._ops.messages.primitive import LOCATED, WIDTH, features_of
+from jaxkern._ops.messages.edges import LOCATED, WIDTH, features_of
 
 REDUCE, MAP, _OPERANDS = "messages/reduce.cuh", "messages/map.cuh", "messages/operands.cuh"
 EDGES, OPERAND, FEATURES = (Params(_OPERANDS, name) for name in ("EdgeArgs", "OperandArgs", "FeatureArgs"))

@@ -20,31 +20,18 @@ first one in the order, or 2**32 - 1.
 that nothing else needs is not made.
 """
 
-import typing
+import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import compat, define, validate
+from jaxkern._core import compat, validate
+from jaxkern._core.arrays import of_some
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
-
-ROW, OTHER, EDGE, SHARED = ENDS = ("row", "other", "edge", "shared")
-LOCATED = ("max_at", "min_at")
-REDUCTIONS = ("sum", "mean", "max", "min", *LOCATED)
-SWAPPED = {ROW: OTHER, OTHER: ROW, EDGE: EDGE, SHARED: SHARED}
-
-
-class Edges(typing.NamedTuple):
-    """Edges in the order of their rows; see above."""
-
-    keys: jax.Array
-    order: jax.Array
-    other: jax.Array
-    offsets: jax.Array
-
-
-WIDTH = len(Edges._fields)
+from jaxkern._core.signature import Layout, Signature, primitive
+from jaxkern._ops.messages import plan, reference
+from jaxkern._ops.messages.edges import EDGE, LOCATED, OTHER, ROW, SHARED, WIDTH, Edges, joinable, union
 
 
 def edge_reduce(edges, back, arrays, *, function, ends, reduction, dtypes):
@@ -63,91 +50,59 @@ def _whole(x):
     return validate.whole(x, 0)
 
 
-def features_of(arrays):
-    """What the features of arrays of equal rank broadcast to; sizes may be symbolic."""
-    sizes = []
-    for column in zip(*(a.shape[1:] for a in arrays)):
-        longer = [n for n in column if not (isinstance(n, int) and n == 1)]
-        if any(n != longer[0] for n in longer):
-            raise ValueError(f"features {', '.join(str(a.shape[1:]) for a in arrays)} do not broadcast")
-        sizes.append(longer[0] if longer else 1)
-    return tuple(sizes)
+# ---- signatures
+
+# Names of their own, so that XLA does not split the graph as it does what is on the edges.
+EDGES = {n: f"uint32 {n}" for n in Edges._fields}
+BACK = {f"back_{n}": f"uint32 back_{n}" for n in EDGES}
+FIRST = {ROW: "rows", OTHER: "others", EDGE: "count", SHARED: "one"}  # dimension of an array
+# A batch of arrays becomes their first feature.
+FEATURES = Layout(lambda params: {"summed": params.get("summed", 0)}, grows=("feature",), first=True)
 
 
-def checked(prim, arrays, function, ends):
-    types = ", ".join(a.str_short() for a in arrays)
-    if not arrays or len(ends) != len(arrays) or len({a.ndim for a in arrays}) > 1 or arrays[0].ndim < 1:
-        raise ValueError(f"{prim}: ends {ends} do not fit operands {types}")
-    if tuple(a.dtype for a in arrays) != tuple(map(jnp.dtype, function.in_dtypes)):
-        raise ValueError(f"{prim}: a function of {function.in_dtypes} does not take {types}")
-    return features_of(arrays)
+def declared(graph, function, ends, **params) -> dict:
+    """The declarations of the arrays behind these ones."""
+    del params
+    arrays = enumerate(zip(function.in_dtypes, ends, strict=True))
+    return graph | {f"x{k}": f"{dtype} {FIRST[end]} *feature? *summed?" for k, (dtype, end) in arrays}
 
 
-def type_of(arrays, shape, dtype, features):
-    """The type of a result: its `features` are split like the features of the arrays."""
-    more = {}
-    mesh = next((a.sharding.mesh for a in arrays if not a.sharding.mesh.empty), None)
-    if mesh is not None:
-        specs = [validate.explicit_spec(a)[1:] for a in arrays]
-        spec = [next((s for s in column if s), None) for column in zip(*specs)][:features]
-        more["sharding"] = NamedSharding(mesh, PartitionSpec(None, *spec))
-    return arrays[0].update(shape=shape, dtype=dtype, weak_type=False, **more)
+def _reduced(operands, params):
+    dtypes = [*params["dtypes"], *["uint32"] * (len(params["dtypes"]) * (params["reduction"] in LOCATED))]
+    return [f"{dtype} rows *feature" for dtype in dtypes]
 
 
-def _reduced(keys, order, other, offsets, *arrays, function, ends, reduction, dtypes):
-    if reduction not in REDUCTIONS or len(dtypes) != len(function.out_dtypes):
-        raise ValueError(f"jaxkern_edge_reduce: {reduction} of {len(function.out_dtypes)} results to {dtypes}")
-    features = checked("jaxkern_edge_reduce", arrays, function, ends)
-    if reduction in LOCATED:
-        dtypes = (*dtypes, *[jnp.dtype(jnp.uint32)] * len(dtypes))
-    return [type_of(arrays, (offsets.shape[0] - 1, *features), d, len(features)) for d in dtypes]
+def _mapped(operands, params):
+    return [f"{dtype} count *feature" for dtype in params["dtypes"]]
 
 
-def _mapped(keys, order, other, offsets, *arrays, function, ends, summed, dtypes):
-    features = checked("jaxkern_edge_map", arrays, function, ends)
-    if not 0 <= summed <= len(features) or len(dtypes) != len(function.out_dtypes):
-        raise ValueError(f"jaxkern_edge_map: cannot sum {summed} of the features {features}")
-    kept = features[: len(features) - summed]
-    return [type_of(arrays, (keys.shape[0], *kept), d, len(kept)) for d in dtypes]
+def _sizes(operands, params):
+    return {"rows": operands.offsets.shape[0] - 1, "count": operands.keys.shape[0], "one": 1}
 
 
-# ---- batching
+def _shard(prim, over, *parts, dtypes, **params):
+    """Features may be split. Devices add up their sums over features that are."""
+    if not over["summed"]:
+        return bind(prim, *parts, dtypes=dtypes, **params)
+    wide = tuple(map(computing, dtypes))
+    sums = jax.lax.psum(bind(prim, *parts, dtypes=wide, **params), over["summed"])
+    return [s.astype(d) for s, d in zip(sums, dtypes)]
 
 
-def _batch(prim, operands, dims, **params):
-    graph, arrays = operands[: 2 * WIDTH], operands[2 * WIDTH :]
-    if any(d is not None for d in dims[: 2 * WIDTH]):
-        size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-        if _joinable(size, operands, dims):
-            return _of_union(prim, size, operands, dims, **params)
-        # One after the other.
-        batched = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims) if d is not None]
-
-        def one(own):
-            own = iter(own)
-            return bind(prim, *(x if d is None else next(own) for x, d in zip(operands, dims)), **params)
-
-        ys = jax.lax.map(one, batched)
-        return ys, [0] * len(ys)
-    # The batch becomes the first feature.
-    arrays = [jnp.expand_dims(x, 1) if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(arrays, dims[2 * WIDTH :])]
-    ys = bind(prim, *graph, *arrays, **params)
-    return ys, [1] * len(ys)
+# ---- vmap of graphs
 
 
-# ---- graphs of a batch: their disjoint union is one graph
-
-MAX_UNION = 1 << 30  # edges, and nodes of a kind: what kernels number
-
-
-def _joinable(size, operands, dims):
-    """Whether the union of a batch of graphs has a kernel; sizes may be symbolic, and graphs empty."""
-    sizes = [size]
-    for k in (0, WIDTH - 1, 2 * WIDTH - 1):  # edges, and rows in both orders
-        x, d = operands[k], dims[k]
-        n = [m for axis, m in enumerate(x.shape) if axis != d][0]
-        sizes.append(n if k == 0 else n - 1)
-    return all(isinstance(n, int) and n > 0 for n in sizes) and size * max(sizes[1:]) < MAX_UNION
+def _batch(prim, operands, dims, params):
+    if all(d is None for d in dims[: 2 * WIDTH]):
+        return None
+    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+    if joinable(size, operands, dims):
+        return _of_union(prim, size, operands, dims, **params)
+    # One after the other.
+    at = [k for k, d in enumerate(dims) if d is not None]
+    one = of_some(functools.partial(bind, prim, **params), operands, at)
+    ys = jax.lax.map(lambda xs: one(*xs), [jnp.moveaxis(operands[k], dims[k], 0) for k in at])
+    return ys, [0] * len(ys)
 
 
 def _of_union(prim, size, operands, dims, *, ends, **params):
@@ -167,7 +122,7 @@ def _of_union(prim, size, operands, dims, *, ends, **params):
             x, end = jnp.broadcast_to(x, (size, rows, *x.shape[2:])), ROW
         arrays.append(x[0] if end == SHARED else _merged(x))
         new_ends.append(end)
-    ys = bind(prim, *_union(edges, others), *_union(back, rows), *arrays, ends=tuple(new_ends), **params)
+    ys = bind(prim, *union(edges, others), *union(back, rows), *arrays, ends=tuple(new_ends), **params)
     ys = [y.reshape(size, -1, *y.shape[1:]) for y in ys]
     if params.get("reduction") in LOCATED:
         results = len(params["dtypes"])
@@ -182,55 +137,34 @@ def _merged(x):
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _union(edges, others) -> Edges:
-    """The edges of a batch of graphs, sorted by the rows of all graphs; padding is last again.
-
-    others: how many nodes there are at the other ends.
-    """
-    size, count = edges.keys.shape
-    rows = edges.offsets.shape[1] - 1
-    begin, end = edges.offsets[:, 0], edges.offsets[:, -1]
-    kept = end - begin
-    base = jnp.cumsum(kept, dtype=jnp.uint32) - kept  # the first kept edge of each graph, in the union
-    rest = count - kept
-    base_of_rest = jnp.cumsum(rest, dtype=jnp.uint32) - rest
-    total = jnp.sum(kept, dtype=jnp.uint32)
-
-    # Where the edge at each position of the union lies in its graph.
-    position = jnp.arange(size * count, dtype=jnp.uint32)
-    valid = position < total
-    among = jnp.where(valid, position, position - total)
-    find = lambda starts: jnp.searchsorted(starts, among, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-    graph = jnp.where(valid, find(base), find(base_of_rest))
-    graph = jnp.clip(graph, 0, size - 1)
-    nth = among - jnp.where(valid, base[graph], base_of_rest[graph])
-    nth = jnp.where(valid, begin[graph] + nth, jnp.where(nth < begin[graph], nth, nth + kept[graph]))
-    graph = graph.astype(jnp.uint32)
-    at = (graph * jnp.uint32(count) + nth).astype(jnp.int32)
-
-    take = lambda x: x.reshape(-1)[at]
-    keys = jnp.where(valid, graph * jnp.uint32(rows) + take(edges.keys), jnp.uint32(size * rows))
-    order = graph * jnp.uint32(count) + take(edges.order)
-    other = graph * jnp.uint32(others) + jnp.minimum(take(edges.other), jnp.uint32(others - 1))
-    offsets = (base[:, None] + edges.offsets[:, :-1] - begin[:, None]).reshape(-1)
-    return Edges(keys, order, other, jnp.concatenate([offsets, total[None]]))
+# ---- primitives
 
 
-def _primitives(name, shape) -> tuple:
+def _primitives(name, results, in_jnp, launches) -> tuple:
     """(The primitive, the primitive of one order). Programs call both by this name; the second is bound only where the first is
     lowered."""
     one_order = lambda operands: (*operands[:WIDTH], *operands[2 * WIDTH :])
-    ordered = define.primitive(name, shape, several=True, makes_nan=False)
-    prim = define.primitive(
+    of = lambda graph: Signature(
+        lambda params: declared(graph, **params),
+        results,
+        FEATURES,
+        sizes=_sizes,
+        exact={"summed"},
+        whole={*Edges._fields, *FIRST.values()},
+    )
+    ordered = primitive(name, of(EDGES), in_jnp, plan=launches, shard=_shard, makes_nan=False)
+    prim = primitive(
         name,
-        lambda *operands, **params: shape(*one_order(operands), **params),
-        _batch,
+        of(EDGES | BACK),
         lambda *operands, **params: ordered.bind(*one_order(operands), **params),
-        several=True,
+        batch=_batch,
+        taylor=lambda *operands, **params: in_jnp(*one_order(operands), **params),
     )
     compat.needs_devices(prim)
     return prim, ordered
 
 
-edge_reduce_p, ordered_reduce_p = _primitives("jaxkern_edge_reduce", _reduced)
-edge_map_p, ordered_map_p = _primitives("jaxkern_edge_map", _mapped)
+edge_reduce_p, ordered_reduce_p = _primitives(
+    "jaxkern_edge_reduce", _reduced, reference.reduce_messages, plan.reduce_plan
+)
+edge_map_p, ordered_map_p = _primitives("jaxkern_edge_map", _mapped, reference.map_messages, plan.map_plan)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._core.dtypes import computing
-from jaxkern._ops.messages.primitive import LOCATED, features_of
+from jaxkern._ops.messages.edges import LOCATED, features_of
 
 _REDUCTIONS = {
     "sum": jax.ops.segment_sum,

@@ -9,32 +9,22 @@ The order of the sums, and so their rounding, is free.
 """
 
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
-from jaxkern._core.define import lower_to_kernels
+from jaxkern._core.primitive import bind
+from jaxkern._core.signature import Signature, primitive
 from jaxkern._ops.indexing.reference import Rules
 from jaxkern._ops.indexing.sort import rows_of
-from jaxkern._ops.messages.primitive import checked, type_of
+from jaxkern._ops.messages.primitive import FEATURES, declared
 from jaxkern._ops.messages.reference import messages
-from jaxkern._ops.messages.scatter_plan import parted, scatter_plan
+from jaxkern._ops.messages.scatter_plan import scatter_plan
 
 
 def edge_scatter(x, index, other_index, arrays, **params):
     """The sums, [rows, *features]. x, other_index: None if there is none."""
-    operands = [a for a in (x, index, other_index) if a is not None]
-    return edge_scatter_p.bind(*operands, *arrays, onto=x is not None, **params)
+    return bind(edge_scatter_p, x, index, other_index, *arrays, **params)
 
 
-def _shape(*operands, function, ends, rows, other, wrap, clip, dtype, onto):
-    del wrap, clip
-    _, _, _, arrays = parted(operands, other, onto)
-    features = checked("jaxkern_edge_scatter", arrays, function, ends)
-    return type_of(arrays, (rows, *features), dtype, len(features))
-
-
-def _reference(*operands, function, ends, rows, other, wrap, clip, dtype, onto):
-    x, index, other_index, arrays = parted(operands, other, onto)
+def _reference(x, index, other_index, *arrays, function, ends, rows, other, wrap, clip, dtype):
     edges = jnp.arange(index.shape[0])
     row = rows_of(index, rows, Rules(0, wrap=wrap, clip=clip))
     places = {"row": row, "edge": edges}
@@ -47,10 +37,18 @@ def _reference(*operands, function, ends, rows, other, wrap, clip, dtype, onto):
     return x.at[row].add(y.astype(dtype), mode="drop", wrap_negative_indices=False)
 
 
+_INDICES = {"x?": "sum rows *feature", "index": "integer count", "other_index?": "integer count"}
 # Bound only where a chain is lowered, below derivatives and vmap.
-edge_scatter_p = Primitive("jaxkern_edge_scatter")
-edge_scatter_p.def_abstract_eval(_shape)
-mlir.register_lowering(edge_scatter_p, mlir.lower_fun(_reference, multiple_results=False))
-lower_to_kernels(
-    edge_scatter_p, scatter_plan, _reference, aliases=lambda operands, params: {0: 0} if params["onto"] else {}
+edge_scatter_p = primitive(
+    "jaxkern_edge_scatter",
+    Signature(
+        lambda params: declared(_INDICES, **params),
+        "sum rows *feature",
+        FEATURES,
+        dtypes=lambda params: {"sum": params["dtype"]},
+        sizes=lambda operands, params: {"rows": params["rows"], "count": operands.index.shape[0], "one": 1},
+    ),
+    _reference,
+    plan=scatter_plan,
+    aliases=lambda prim, operands, params: {0: 0} if "x" in params.get("given", "").split() else {},
 )

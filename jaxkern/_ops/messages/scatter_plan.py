@@ -30,14 +30,6 @@ class Other(typing.NamedTuple):
     wrap: bool = False
 
 
-def parted(operands, other: Other | None, onto: bool) -> tuple:
-    """(x, index, indices of the nodes at the other ends, arrays) of a call; None where there is none."""
-    operands = list(operands)
-    x = operands.pop(0) if onto else None
-    index = operands.pop(0)
-    return x, index, operands.pop(0) if other is not None and other.stride == 0 else None, operands
-
-
 class Layout(typing.NamedTuple):
     """How edges map to threads. vector, parts: features of a vector, and vectors of a row. in_flight: edges of a thread.
 
@@ -57,12 +49,13 @@ def layout_of(p: plan.Problem, dtype, edges, rows, vector) -> Layout:
 
 
 def scatter_plan(
-    device, operands, results, *, function, ends, rows, other, wrap, clip, dtype, onto=False, layout=None
+    device, operands, results, *, function, ends, rows, other, wrap, clip, dtype, layout=None
 ) -> Plan | None:
     """The plan of a scatter; None where there is no kernel. layout: how to lay out threads, for tests."""
     del device
-    _, index, other_index, arrays = parted(operands, other, onto)
-    first = len(operands) - len(arrays)  # of the arrays
+    x, index, other_index, *arrays = operands
+    onto = x is not None
+    first = onto + 1 + (other_index is not None)  # of the arrays
     (edges,) = index.shape
     p = plan.problem(arrays, ends)
     if p is None or not plan.known(p, function, (dtype,), edges, rows):

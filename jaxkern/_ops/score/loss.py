@@ -32,7 +32,7 @@ from jaxkern._core.signature import primitive
 from jaxkern._ops.function.primitive import apply
 from jaxkern._ops.score import reference
 from jaxkern._ops.score.derivatives import MOST
-from jaxkern._ops.score.primitive import ARGS, MASK, ROW, X, of_scores, softmax_score_sums_p
+from jaxkern._ops.score.primitive import MASK, ROW, X, arguments, of_scores, softmax_score_sums_p
 
 BAD, IGNORED = -1, -2
 
@@ -159,7 +159,7 @@ _differentiable.defvjp(_forward, _backward)
 softmax_score_loss_p = primitive(
     "jaxkern_softmax_score_loss",
     of_scores(
-        {"x": X, "labels": "int32 *lead one *trail"} | ARGS | MASK,
+        lambda params: {"x": X, "labels": "int32 *lead one *trail"} | arguments(params) | MASK,
         lambda operands, params: [ROW] * (3 + bool(params["options"].smoothing)),
     ),
     _loss,

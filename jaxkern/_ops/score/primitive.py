@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import mask_shape
-from jaxkern._core.signature import AXIS, Layout, Signature, primitive
+from jaxkern._core.signature import AXIS, Layout, Signature, numbered, primitive
 from jaxkern._ops.score import reference
 from jaxkern._ops.softmax import plan
 
@@ -34,7 +34,7 @@ def _grown(params, group, at):
 
 
 X, ROW = "T *lead row *trail", "wide *lead one *trail"
-ARGS, MASK = {"*args": "any *lead? row? *trail?"}, {"mask?": "bool *lead? row? *trail?"}
+MASK = {"mask?": "bool *lead? row? *trail?"}
 # A batch becomes a dimension before the axis, which indices do not count along.
 of_scores = functools.partial(
     Signature, layout=Layout(AXIS.ranks, _grown, ("lead",)), sizes=lambda operands, params: {"one": 1}, exact={"row"}
@@ -42,7 +42,16 @@ of_scores = functools.partial(
 
 
 def _signature(arrays, results):
-    return of_scores(dict.fromkeys(arrays, X) | ARGS | MASK | {"origin?": "int32 indices"}, results)
+    return of_scores(
+        lambda params: dict.fromkeys(arrays, X) | arguments(params) | MASK | {"origin?": "int32 indices"}, results
+    )
+
+
+def arguments(params) -> dict:
+    """The declarations of the arguments of `function` after x and the indices."""
+    return numbered(
+        "argument", len(params["function"].in_dtypes) - 1 - len(params["indexed"]), "any *lead? row? *trail?"
+    )
 
 
 def readable(*types, axis, **params):
