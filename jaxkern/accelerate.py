@@ -193,8 +193,7 @@ def install(
     """
     global _installed
     settings = _settings(only, without, force, export, deterministic, name="install")
-    if not _prepare(settings):
-        return
+    _prepare(settings)
     if not switch.set_default(settings):
         compat.warn_once("jaxkern.install: this version of JAX has no default to set; use `with jaxkern.accelerate()`")
         return
@@ -338,16 +337,10 @@ def _operations(function, argument, given) -> tuple[str, ...]:
     return tuple(n for n in names if n not in switch.FORMER)
 
 
-def _prepare(settings) -> bool:
-    """Puts the lowering rules in place; False, with a warning, where this version of JAX has no such switch."""
-    if not switch.available():
-        compat.warn_once(
-            "jaxkern.accelerate: this version of JAX has no jax.make_user_context; programs run as they are"
-        )
-        return False
+def _prepare(settings) -> None:
+    """Puts the lowering rules in place."""
     for platform in ("cuda", *(("cpu",) if settings.force else ()), *(OTHERS if decisions.printed() else ())):
         _register(platform)
-    return True
 
 
 def _register(platform):
@@ -359,9 +352,7 @@ def _register(platform):
 
 @contextlib.contextmanager
 def _active(settings):
-    if not _prepare(settings):
-        yield
-        return
+    _prepare(settings)
     replace.acquire(functions.TARGETS)
     try:
         with switch.using(settings):

@@ -206,8 +206,8 @@ def log_softmax(
         return _scored("log_softmax", x, axis, where, score, score_args, {"scale": scale, "bias": bias})
     extras = _extras("log_softmax", scale, bias)
     if extras is not None:
-        return _call(_fused_log_softmax, "log_softmax", x, axis, where, *extras)
-    return _call(_log_softmax, "log_softmax", x, axis, where)
+        return _call(_fused_softmax, "log_softmax", x, axis, where, *extras)
+    return _call(_softmax, "log_softmax", x, axis, where)
 
 
 def _call(jitted, name, x, axis, where, arrays=(), flags=None):
@@ -215,43 +215,17 @@ def _call(jitted, name, x, axis, where, arrays=(), flags=None):
     validate.check_array(name, "x", "an array or a number", x)
     if where is not None:
         validate.check_array(name, "where", "a boolean array", where)
-    return jitted(x, where, *arrays, axis=validate.static_axis(name, axis), algorithm=forced(name), **(flags or {}))
-
-
-def _along_axis(name, prim, x, where, axis, algorithm):
-    x = validate.floating(name, x)
-    mask = validate.full_rank_mask(name, x, where)
-    axes = validate.sorted_axes(name, axis, x.shape)
-
-    def row_operation(x, parts, axis):
-        return bind(prim, x, *(p for p in parts if p is not None), axis=axis, algorithm=algorithm)
-
-    return validate.along_axes(row_operation, x, [mask], axes)
+    static = {"name": name, "axis": validate.static_axis(name, axis), "algorithm": forced(name)}
+    return jitted(x, where, *arrays, **static, **(flags or {}))
 
 
 # Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
-@functools.partial(jax.jit, static_argnames=("axis", "algorithm"), inline=True)
-def _softmax(x, where, *, axis, algorithm):
-    return _along_axis("softmax", primitive.softmax_p, x, where, axis, algorithm)
-
-
-@functools.partial(jax.jit, static_argnames=("axis", "algorithm"), inline=True)
-def _log_softmax(x, where, *, axis, algorithm):
-    return _along_axis("log_softmax", primitive.log_softmax_p, x, where, axis, algorithm)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("axis", "algorithm", "causal", "threshold", "dtype", "replaced"), inline=True
-)
-def _fused_softmax(x, where, scale, bias, key, *, axis, algorithm, causal, threshold, dtype, replaced=False):
-    marks = {"replaced": True} if replaced else {}
-    y = _fused_along_axis("softmax", x, where, scale, bias, key, axis, algorithm, causal, threshold, dtype, marks)
-    return y.astype(dtype) if dtype else y
-
-
-@functools.partial(jax.jit, static_argnames=("axis", "algorithm"), inline=True)
-def _fused_log_softmax(x, where, scale, bias, *, axis, algorithm):
-    return _fused_along_axis("log_softmax", x, where, scale, bias, None, axis, algorithm, False, 0)
+@functools.partial(jax.jit, static_argnames=("name", "axis", "algorithm"), inline=True)
+def _softmax(x, where, *, name, axis, algorithm):
+    x = validate.floating(name, x)
+    masks = [] if where is None else [validate.full_rank_mask(name, x, where)]
+    row_operation = functools.partial(bind, primitive.PLAIN[name], algorithm=algorithm)
+    return validate.along_axes(row_operation, x, masks, validate.sorted_axes(name, axis, x.shape))
 
 
 # ---- from arguments to operands
@@ -278,7 +252,24 @@ def _extras(name: str, scale, bias, causal=None, rate=0.0, key=None):
     return (scale, bias, key if threshold else None), {"causal": causal, "threshold": threshold}
 
 
-def _fused_along_axis(name: str, x, where, scale, bias, key, axis, algorithm, causal, threshold, dtype="", marks=None):
+@functools.partial(
+    jax.jit, static_argnames=("name", "axis", "algorithm", "causal", "threshold", "dtype", "replaced"), inline=True
+)
+def _fused_softmax(
+    x,
+    where,
+    scale,
+    bias,
+    key=None,
+    *,
+    name,
+    axis,
+    algorithm,
+    causal=False,
+    threshold=0,
+    dtype="",
+    replaced=False,
+):
     x = validate.floating(name, x)
     narrower = {"dtype": dtype} if dtype in ("float16", "bfloat16") and x.dtype == jnp.float32 else {}
     wide = computed(x).dtype
@@ -293,12 +284,12 @@ def _fused_along_axis(name: str, x, where, scale, bias, key, axis, algorithm, ca
         )
     key = None if key is None else dropout.key_words(name, key)
 
-    def row_operation(x, parts, axis):
+    def row_operation(x, bias, mask, *, axis):
         ones = (1,) * x.ndim
         operands = {
-            "bias": parts[0],
+            "bias": bias,
             "scale": None if scale is None else scale.reshape(ones),
-            "mask": parts[1],
+            "mask": mask,
             "key": None if key is None else key.reshape(*ones, 2),
         }
         names = [e for e in primitive.EXTRAS if operands[e] is not None]
@@ -314,12 +305,14 @@ def _fused_along_axis(name: str, x, where, scale, bias, key, axis, algorithm, ca
             threshold=threshold,
             unscaled=False,
             **narrower,
-            **(marks or {}),
+            **({"replaced": True} if replaced else {}),
         )
 
     if causal:  # keep the last two dimensions, even if one has size 1
-        return row_operation(x, [bias, mask], x.ndim - 1)
-    return validate.along_axes(row_operation, x, [bias, mask], axes)
+        y = row_operation(x, bias, mask, axis=x.ndim - 1)
+    else:
+        y = validate.along_axes(row_operation, x, [bias, mask], axes)
+    return y.astype(dtype) if dtype else y
 
 
 def _bias(name, bias, dtype, wide):

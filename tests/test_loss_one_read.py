@@ -18,15 +18,9 @@ from test_loss_programs import (
 )
 
 import jaxkern
-from jaxkern._core import compat_lowering
-
-needs_moves = pytest.mark.skipif(
-    not compat_lowering.moves_operations(), reason="this JAX's MLIR cannot move operations"
-)
 
 
 @needs_kernels
-@needs_moves
 @pytest.mark.parametrize("f", [mean_loss, masked_mean])
 @pytest.mark.parametrize("donate", [(), (0,)])
 def test_value_and_grad_reads_the_logits_once(f, donate):
@@ -89,7 +83,6 @@ def test_a_loss_that_is_used_again_after_the_gradient():
 BOTH, ONE_BY_ONE = {"cross_entropy", "cross_entropy_both"}, {"cross_entropy", "cross_entropy_grad"}
 
 
-@needs_moves
 @needs_runtime
 @pytest.mark.parametrize(
     "f, setting, calls",

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from sharding import KERNELS, arrays, check, every_mesh, mesh, put, same, several, split_by
 
 import jaxkern
-from jaxkern._core import compat_lowering
 
 LOSSES = {  # arguments of softmax_cross_entropy
     "plain": {},
@@ -141,7 +140,7 @@ def test_a_step_reads_split_logits_once_or_twice(spec):
     text = jax.jit(f).lower(*args).compile().as_text()
     same(jax.jit(f)(*args), jax.jit(f)(x))
     check(text, {"all-reduce": 3})
-    if KERNELS and compat_lowering.moves_operations():
+    if KERNELS:
         cut = split_by(m, spec[1:], "c")
         assert re.findall(r'custom_call_target="(jaxkern_\w+)"', text) == [
             "jaxkern_cross_entropy" + ("" if cut else "_both")

@@ -45,7 +45,7 @@ from jaxkern._accelerate.nodes import (
     unwrapped_key,
 )
 from jaxkern._accelerate.program import row_bytes
-from jaxkern._core import compat, compat_lowering, cpp, functor, memo
+from jaxkern._core import compat, cpp, functor, memo
 from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.indexing.reference import added
@@ -103,8 +103,6 @@ def find(program, name, avals, indices, updates, clip, *, alone=False, free=Fals
     indices, updates: the scatter's, values of `program`. alone: the updates are an operand, whatever makes them.
     free: the messages are added in no fixed order (unordered.py).
     """
-    if not compat_lowering.copies_operations():
-        return None
     for sinks in (False,) if alone else (True, False):
         walk = Walk(program, avals[2].shape, avals[1].ndim - 1, sinks)
         try:

@@ -270,12 +270,6 @@ def jaxlib() -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", jaxlib_version)[:3])
 
 
-def user_context(default):
-    """A thread-local value in the keys of JAX's caches; None in versions without such values."""
-    make = getattr(jax, "make_user_context", None)
-    return make(default) if make is not None else None
-
-
 def set_global(context, value) -> bool:
     """Sets what threads without a value of their own find in `context`; False where that is impossible."""
     for holder in (context, getattr(context, "_obj", None)):  # jax < 0.9: on the inner object alone

@@ -15,16 +15,6 @@ def register_uncached_lowering(prim, rule, platform) -> None:
     register_lowering_uncached_when(prim, rule, platform, lambda *_: True)
 
 
-def moves_operations() -> bool:
-    """Whether MLIR operations can be moved within their block."""
-    return all(hasattr(ir.Operation, name) for name in ("block", "is_before_in_block", "move_before"))
-
-
-def copies_operations() -> bool:
-    """Whether MLIR operations can be copied, and the copies given other operands."""
-    return all(hasattr(ir.Operation, name) for name in ("clone", "erase"))
-
-
 def attributes(operation) -> list:
     """(name, attribute) of each attribute of an MLIR operation."""
     found = operation.attributes

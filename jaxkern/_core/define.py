@@ -100,40 +100,35 @@ def lower_to_kernels(
     """
     fallbacks = {"cuda": lower_reference(prim, reference), "cpu": lower_reference(prim, on_cpu or reference)}
 
-    def kernels(ctx, operands, params):
-        adapted = adapt(*ctx.avals_in, **params) if adapt is not None else None
-        if adapted is not None:
-            return mlir.lower_fun(adapted, multiple_results=prim.multiple_results)(ctx, *operands, **params)
-        read, prepared = list(ctx.avals_in), prepare and prepare(*ctx.avals_in, **params)
-        if prepared:
-            ctx, operands, read = _prepared(prepared, ctx, operands, params)
-        gpu = device.this_device()
-        launches = plan(gpu, read, ctx.avals_out, **params)
-        if launches is None or launches.shared > gpu.shared_memory:
-            return None
-        shared = aliases(operands, params) if callable(aliases) else aliases
-        given = {"operand_output_aliases": shared} if shared else {}
-        return launch.lower(ctx, prim.name, launches, operands, **given)
-
-    @switch.own_promotion
     def rule(platform, ctx, *operands, **params):
-        emit, fallback = None, fallbacks[platform]
-        if environment.xla_only() or algorithms.xla_forced():
-            return fallback(ctx, *operands, **params)
-        if left is not None and left(prim, ctx, operands, params):
-            return fallback(ctx, *operands, **params)
-        if _known(ctx) and (dtypes is None or ctx.avals_in[0].dtype.name in dtypes):
-            if partition is not None and compat.may_partition_itself(ctx):
-                emit = partition
+        with switch.promotion():
+            wanted = not (environment.xla_only() or algorithms.xla_forced())
+            wanted = wanted and not (left is not None and left(prim, ctx, operands, params))
+            wanted = wanted and _known(ctx) and (dtypes is None or ctx.avals_in[0].dtype.name in dtypes)
+            split = wanted and partition is not None and compat.may_partition_itself(ctx)
             # XLA would gather the operands of a custom call on several devices.
-            elif platform == "cuda" and plan and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
-                emit = kernels
-        found = (
-            instead(ctx, operands, params, _lower_on(platform)) if emit is not None and instead is not None else None
-        )
-        if found is None and emit is not None:
-            found = emit(ctx, operands, params)
-        return fallback(ctx, *operands, **params) if found is None else found
+            kernels = wanted and not split and platform == "cuda" and plan is not None
+            kernels = kernels and compat.partitioned_devices(ctx) == 1 and registry.kernels_run()
+            found = None
+            if instead is not None and (split or kernels):
+                found = instead(ctx, operands, params, _lower_on(platform))
+            if found is None and split:
+                found = partition(ctx, operands, params)
+            elif found is None and kernels:
+                adapted = adapt(*ctx.avals_in, **params) if adapt is not None else None
+                if adapted is not None:
+                    return mlir.lower_fun(adapted, multiple_results=prim.multiple_results)(ctx, *operands, **params)
+                prepared = prepare(*ctx.avals_in, **params) if prepare is not None else None
+                inner, own, read = ctx, operands, list(ctx.avals_in)
+                if prepared is not None:
+                    inner, own, read = _prepared(prepared, ctx, operands, params)
+                gpu = device.this_device()
+                launches = plan(gpu, read, ctx.avals_out, **params)
+                if launches is not None and launches.shared <= gpu.shared_memory:
+                    shared = aliases(own, params) if callable(aliases) else aliases
+                    given = {"operand_output_aliases": shared} if shared else {}
+                    found = launch.lower(inner, prim.name, launches, own, **given)
+            return fallbacks[platform](ctx, *operands, **params) if found is None else found
 
     registry.register_cuda_target(prim.name)
     if partition is not None:

@@ -2,7 +2,7 @@
 
 Each thread has its own value; `install` sets the value that threads begin with. If it is None, programs run as they are. A
 lowering rule that emits jnp code marks it with `own_code`, so that no rule for user code takes that code again. A program may
-forbid implicit promotion of dtypes or ranks; jaxkern's own code runs under `own_promotion`.
+forbid implicit promotion of dtypes or ranks; jaxkern's own code runs under `promotion`.
 """
 
 import contextlib
@@ -71,28 +71,23 @@ class Settings(typing.NamedTuple):
     deterministic: bool = False
 
 
-_context = compat.user_context(None)
+_context = jax.make_user_context(None)
 _local = threading.local()
-
-
-def available() -> bool:
-    """Whether this version of JAX has such values."""
-    return _context is not None
 
 
 def current() -> Settings | None:
     """The settings of this thread, or None where programs run as they are."""
-    return _context.value if _context is not None else None
+    return _context.value
 
 
 def using(settings: Settings | None):
     """Context manager: these settings, in this thread."""
-    return _context(settings) if _context is not None else contextlib.nullcontext()
+    return _context(settings)
 
 
 def set_default(settings: Settings | None) -> bool:
     """Sets the settings of every thread that has none of its own; False where this version of JAX cannot."""
-    return _context is not None and compat.set_global(_context, settings)
+    return compat.set_global(_context, settings)
 
 
 def in_own_code() -> bool:
@@ -106,15 +101,23 @@ def wanted(*operations) -> bool:
     return settings is not None and not settings.operations.isdisjoint(operations) and not in_own_code()
 
 
+@contextlib.contextmanager
+def promotion():
+    """JAX's default promotion of dtypes and ranks, whatever the program sets for its own code."""
+    config = jax.config
+    if (config.jax_numpy_dtype_promotion, config.jax_numpy_rank_promotion) == ("standard", "allow"):
+        yield  # a context of its own would not share JAX's caches of traces with the program
+        return
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 def own_promotion(f):
-    """`f` with JAX's default promotion of dtypes and ranks, whatever the program sets for its own code."""
+    """`f` under `promotion`."""
 
     @functools.wraps(f)
     def promoting(*args, **kwargs):
-        config = jax.config
-        if (config.jax_numpy_dtype_promotion, config.jax_numpy_rank_promotion) == ("standard", "allow"):
-            return f(*args, **kwargs)  # a context of its own would not share JAX's caches of traces with the program
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with promotion():
             return f(*args, **kwargs)
 
     return promoting
@@ -124,11 +127,11 @@ def own_code(rule):
     """`rule`, a lowering rule, whose jnp code is code of this library."""
 
     @functools.wraps(rule)
-    @own_promotion
     def marked(*args, **kwargs):
         _local.depth = getattr(_local, "depth", 0) + 1
         try:
-            return rule(*args, **kwargs)
+            with promotion():
+                return rule(*args, **kwargs)
         finally:
             _local.depth -= 1
 

@@ -208,7 +208,7 @@ def sorted_axes(name: str, axis, shape, argument: str = "x", called: str = "axis
 
 
 def along_axes(f, x, parts, axes):
-    """Applies `f(x, parts, axis)`, a row operation along one axis, along several axes; see one_axis."""
+    """Applies `f(x, *parts, axis=axis)`, a row operation along one axis, along several axes; see one_axis."""
     if _apart(x, axes):
         order = _last(x, axes)
         y = along_axes(
@@ -216,7 +216,7 @@ def along_axes(f, x, parts, axes):
         )
         return y.transpose([order.index(a) for a in range(x.ndim)])
     merged, parts, axis = one_axis(x, parts, axes)
-    y = f(merged, parts, axis)
+    y = f(merged, *parts, axis=axis)
     if merged.ndim >= x.ndim:
         return y if merged.ndim == x.ndim else y[..., 0]
     y = y.reshape(x.shape)

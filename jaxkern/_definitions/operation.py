@@ -53,7 +53,8 @@ def operation(*, columns=(), masks=(), by_hand=None):
 
         @functools.wraps(definition)
         def call(*args, **named):
-            return own(**own.arguments(args, named))
+            y = _run(operation=own, **own.arguments(args, named))
+            return y[0] if len(y) == 1 else tuple(y)
 
         call.operation = own
         return call
@@ -75,27 +76,16 @@ class Operation:
         self.quantized = quantized.primitive(self) if "quantize" in names else None
 
     def arguments(self, args, named) -> dict:
+        """The arguments of a call, checked, as `_run` takes them."""
         try:
             bound = self.signature.bind(*args, **named)
         except TypeError as error:
             raise TypeError(f"{self.name}() {error}") from None
+        own = dict.fromkeys(OPTIONS) | {"axis": -1, "epilogue_args": ()}
         bound.apply_defaults()
-        return bound.arguments
-
-    def __call__(
-        self,
-        x,
-        *,
-        axis=-1,
-        dtype=None,
-        epsilon=None,
-        residual=None,
-        epilogue=None,
-        epilogue_args=(),
-        quantize=None,
-        **own,
-    ):
-        name, args = self.name, epilogue_args
+        own |= bound.arguments
+        axis, dtype, epsilon, residual, epilogue, args, quantize = (own[k] for k in OPTIONS)
+        name, x = self.name, own["x"]
         columns, masks = ({k: own[k] for k in names if own[k] is not None} for names in (self.columns, self.masks))
         validate.check_array(name, "x", "an array or a number", x)
         for argument, value in {**columns, "residual": residual}.items():
@@ -115,14 +105,13 @@ class Operation:
         if epilogue is not None or not isinstance(args, (tuple, list)) or args:
             x = validate.floating(name, jnp.asarray(x))
             function, args = traced_epilogue(name, epilogue, x, args)
-        y = _run(
-            x,
-            columns,
-            masks,
-            residual,
-            list(args),
-            given,
-            operation=self,
+        return dict(
+            x=x,
+            columns=columns,
+            masks=masks,
+            residual=residual,
+            args=list(args),
+            given=given,
             axis=validate.static_axis(name, axis),
             numbers=tuple(numbers.items()),
             dtype=dtype,
@@ -131,7 +120,6 @@ class Operation:
             to=to,
             block=block,
         )
-        return y[0] if residual is None else tuple(y)
 
 
 def not_negative(name, argument, value, default, epsilon=None) -> float:

@@ -252,17 +252,6 @@ def _is_marked(params) -> bool:
     return compat.calls(getattr(closed, "jaxpr", closed), loop_p.name)
 
 
-def _of_marked(ctx, operands, params):
-    """The results of a marked scan from a kernel, or None."""
-    if compat.partitioned_devices(ctx) > 1 or not registry.kernels_run():
-        return None
-    try:
-        loop = of_scan(ctx, operands, params, LABEL)
-    except Unsupported:
-        return None
-    return emit(ctx, operands, loop)
-
-
 def _register():
     scan_p = compat.scan_primitive()
     otherwise = compat_lowering.lowering_of(scan_p)
@@ -270,10 +259,12 @@ def _register():
     def rule(platform, ctx, *operands, **params):
         found = None
         if _is_marked(params) and not environment.xla_only() and not algorithms.xla_forced():
-            if compat.may_partition_itself(ctx):
-                found = switch.own_promotion(scan_sharding.lower)(ctx, operands, params, mark, LABEL)
-            elif platform == "cuda":
-                found = switch.own_promotion(_of_marked)(ctx, operands, params)
+            with switch.promotion():
+                if compat.may_partition_itself(ctx):
+                    found = scan_sharding.lower(ctx, operands, params, mark, LABEL)
+                elif platform == "cuda" and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
+                    with contextlib.suppress(Unsupported):
+                        found = emit(ctx, operands, of_scan(ctx, operands, params, LABEL))
         return otherwise(ctx, *operands, **params) if found is None else found
 
     def reads_transposed(module, equation, operands):

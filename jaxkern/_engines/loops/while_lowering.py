@@ -4,6 +4,7 @@ A loop whose body selects by the mark of the lanes' conditions becomes one kerne
 (while_program.py). Every other loop is lowered by JAX's rule.
 """
 
+import contextlib
 import functools
 
 from jax import lax
@@ -50,27 +51,18 @@ def find(ctx, operands, params, label) -> lowering.Loop:
     return lowering.Loop(program, core, launches, 0)
 
 
-def _kernel(ctx, operands, params):
-    """The results of a marked loop from a kernel, or None."""
-    if compat.partitioned_devices(ctx) > 1 or not registry.kernels_run():
-        return None
-    try:
-        loop = find(ctx, operands, params, LABEL)
-    except Unsupported:
-        return None
-    return lowering.emit(ctx, operands, loop, TARGET)
-
-
 def _register():
     otherwise = compat_lowering.lowering_of(lax.while_p)
 
     def rule(platform, ctx, *operands, **params):
         found = None
         if is_marked(params) and not environment.xla_only() and not algorithms.xla_forced():
-            if compat.may_partition_itself(ctx):
-                found = switch.own_promotion(while_sharding.lower)(ctx, operands, params, LABEL)
-            elif platform == "cuda":
-                found = switch.own_promotion(_kernel)(ctx, operands, params)
+            with switch.promotion():
+                if compat.may_partition_itself(ctx):
+                    found = while_sharding.lower(ctx, operands, params, LABEL)
+                elif platform == "cuda" and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
+                    with contextlib.suppress(Unsupported):
+                        found = lowering.emit(ctx, operands, find(ctx, operands, params, LABEL), TARGET)
         return otherwise(ctx, *operands, **params) if found is None else found
 
     registry.register_cuda_target(TARGET)

@@ -48,13 +48,6 @@ def outputs(function) -> list:
     return [(size(o.result), o.dtype) for o in function.core.outputs]
 
 
-def is_whole(function) -> bool:
-    try:
-        return function.core.trivial
-    except Unsupported:
-        return False
-
-
 def _picked(function, problem, device) -> str:
     """The algorithm that the caller of the function forced, that is forced here, or that is chosen."""
     if function.name in BY_HAND:  # which has algorithms of its own
@@ -63,8 +56,13 @@ def _picked(function, problem, device) -> str:
     return algorithms.pick(function.name, forced, problem, device)
 
 
-def plan(device, operands, results, *, function):
-    """The launches of a row function, or None where there is no kernel."""
+def plan(device, operands, results, *, function, alone=False):
+    """The launches of a row function, or None where there is no kernel, or if it must be `alone` and something follows it."""
+    try:
+        if alone and not function.core.trivial:
+            return None
+    except Unsupported:
+        return None
     if function.name in BY_HAND:
         found = BY_HAND[function.name].by_hand(device, operands, results, function)
         if found != GENERATED:

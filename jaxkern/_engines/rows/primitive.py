@@ -220,7 +220,7 @@ def define(name: str, by_hand=None, makes_nan=True, **fixed) -> None:
         on_cpu=functools.partial(_reference, runner="cpu"),
         several=True,
         makes_nan=makes_nan,
-        plan=lambda *args, function: plan.plan(*args, function=function) if plan.is_whole(function) else None,
+        plan=functools.partial(plan.plan, alone=True),
         adapt=_adapt,
         partition=_partition,
     )

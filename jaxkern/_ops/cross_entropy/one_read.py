@@ -12,7 +12,7 @@ import re
 
 from jax.extend.mlir import ir
 
-from jaxkern._core import compat_lowering, environment, partition
+from jaxkern._core import environment, partition
 
 
 def maker(value):
@@ -30,7 +30,7 @@ def gradient(loss_p, both_p, ctx, operands, params, lower):
     logits, labels, largest, _, weight, *rest = operands
     params = {name: value for name, value in params.items() if name != "given"} | ({"given": "mask"} if rest else {})
     forward = maker(largest)
-    if environment.read("JAXKERN_ONE_READ") == "0" or not compat_lowering.moves_operations():
+    if environment.read("JAXKERN_ONE_READ") == "0":
         return None
     if (
         forward is None

@@ -58,6 +58,7 @@ def _plain(name, log, backward):
 
 softmax_p = _plain("softmax", False, False)
 log_softmax_p = _plain("log_softmax", True, False)
+PLAIN = {"softmax": softmax_p, "log_softmax": log_softmax_p}
 softmax_grad_p = _plain("softmax_grad", False, True)
 log_softmax_grad_p = _plain("log_softmax_grad", True, True)
 log_softmax_jvp_p = row_primitive("jaxkern_log_softmax_jvp", 2, reference.log_softmax_jvp)
