@@ -29,6 +29,7 @@ OPERATIONS = (
     "linear_cross_entropy",
     "index_add",
     "scatter",
+    "select",
     "segment_softmax",
     "messages",
     "sparse",

@@ -59,6 +59,7 @@ def run(operation: ModuleType, options: Options) -> dict[str, Any]:
     chosen = _that_fit(chosen, max(jax.numpy.dtype(d).itemsize for d in dtypes))
 
     plan = [(dtype, case, list(_cell.cells(operation, case, dtype, ops))) for dtype in dtypes for case in chosen]
+    plan = [(dtype, case, cells) for dtype, case, cells in plan if cells]
     with turn(alone=False):
         compiled = _compile(operation, [cell for _, _, cells in plan for cell in cells], options.algorithms)
     with turn(alone=True):

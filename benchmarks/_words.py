@@ -23,6 +23,7 @@ FAMILIES = {
     "linear_cross_entropy": "linear cross-entropy",
     "index_add": "index_add, segments",
     "scatter": "scatters",
+    "select": "selection, sorts, counts",
     "segment_softmax": "segment_softmax",
     "messages": "messages",
     "sparse": "bags, experts, graphs",

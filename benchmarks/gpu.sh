@@ -12,7 +12,7 @@
 #     PYTEST_ARGS         more arguments for pytest
 #     BENCH_ARGS          more arguments for the benchmarks of operations, such as --quick or --algorithms
 #     PROGRAM_ARGS        and for that of programs, such as --quick
-#     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel row_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse programs"
+#     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel row_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse select programs"
 #                         sharding is another, for several GPUs
 #     SANITIZE_FAMILIES   lists of operations, a process each     all, in five processes
 #     SANITIZE_TOOLS      of compute-sanitizer         "memcheck racecheck initcheck synccheck"
@@ -77,7 +77,7 @@ for s in $stages; do
       # its kernels, and a tool that watches that too ends with a segmentation fault.
       for tool in $tools; do
         for families in ${SANITIZE_FAMILIES:-softmax index_add,segment_softmax,cross_entropy messages \
-          fused,score,elementwise,elementwise_kernel,row_kernel,reduction,norm,group_norm,quantize}; do
+          fused,score,elementwise,elementwise_kernel,row_kernel,reduction,norm,group_norm,quantize select}; do
           XLA_PYTHON_CLIENT_ALLOCATOR=platform stage "sanitize-$tool-${families%%,*}" "${LIMIT_SANITIZE:-600}" \
             "$sanitizer" --tool "$tool" --target-processes application-only --error-exitcode 9 --print-limit 20 \
             $([ "$tool" = memcheck ] && echo --report-api-errors no) \
@@ -92,7 +92,7 @@ for s in $stages; do
       stage first_use 120 "$python" -m benchmarks.first_use --out "$out/first_use.json"
       cat "$out/first_use.log"
       # Operations side by side: they compile together and measure one at a time. Programs come last.
-      operations=${OPERATIONS:-softmax fused_softmax score elementwise elementwise_kernel row_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse programs}
+      operations=${OPERATIONS:-softmax fused_softmax score elementwise elementwise_kernel row_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse select programs}
       for operation in $operations; do
         [ "$operation" = programs ] && continue
         stage "bench-$operation" "${LIMIT_BENCH:-1800}" "$python" -m benchmarks "$operation" --out "$out" ${BENCH_ARGS:-} &

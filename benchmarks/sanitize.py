@@ -25,7 +25,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from benchmarks import _sanitize_loops  # noqa: E402
+from benchmarks import _sanitize_loops, _sanitize_select  # noqa: E402
 
 # Row bytes at which one algorithm gives way to the next, and those that each algorithm is run around.
 EDGES = {
@@ -886,6 +886,7 @@ FAMILIES = (
     "index_add",
     "segment_softmax",
     "messages",
+    "select",
 )
 
 
@@ -949,6 +950,7 @@ def main() -> int:
         "score": sanitize_score,
         "index_add": lambda dtypes: sanitize_indexed(dtypes, plans, arguments.indexed.split(","), arguments.quick),
         "segment_softmax": sanitize_segment_softmax,
+        "select": lambda dtypes: _sanitize_select.sanitize_select(dtypes, arguments.quick),
         "reduction": sanitize_reductions,
         "norm": sanitize_norms,
         "group_norm": sanitize_group_norms,

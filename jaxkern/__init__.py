@@ -16,6 +16,7 @@ from jaxkern._core.registry import export_checks
 from jaxkern.accelerate import CheckError, accelerate, explain, install, installed, uninstall
 from jaxkern.associative_scan import associative_scan
 from jaxkern.benchmark import benchmark
+from jaxkern.counting import bincount, histogram
 from jaxkern.cumulative import cumlogsumexp, cummax, cummin, cumprod, cumsum
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.elementwise_kernel import elementwise_kernel
@@ -45,7 +46,9 @@ from jaxkern.segment import (
     segment_sum,
     sort_indices,
 )
+from jaxkern.select import Routing, min_p, moe_route, sample, top_k, top_p
 from jaxkern.softmax import log_softmax, softmax
+from jaxkern.sorting import argsort, searchsorted, sort, sort_pairs
 from jaxkern.source import source
 from jaxkern.sparse import embedding_bag, graph_attention, moe_combine, moe_dispatch, spmm, spmm_graph
 from jaxkern.while_loop import while_loop
@@ -58,12 +61,15 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "DelayedScale",
     "Graph",
     "Quantization",
+    "Routing",
     "accelerate",
     "advantages",
     "algorithms",
+    "argsort",
     "associative_scan",
     "batch_norm",
     "benchmark",
+    "bincount",
     "cumlogsumexp",
     "cummax",
     "cummin",
@@ -85,6 +91,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "fake_quantize",
     "graph_attention",
     "group_norm",
+    "histogram",
     "index_add",
     "index_select",
     "install",
@@ -94,8 +101,10 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "linear_softmax_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "min_p",
     "moe_combine",
     "moe_dispatch",
+    "moe_route",
     "quantize_blocks",
     "quantize_rows",
     "quantize_tensor",
@@ -106,7 +115,9 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "rms_norm",
     "scale_norm",
     "row_kernel",
+    "sample",
     "scan",
+    "searchsorted",
     "segment_max",
     "segment_mean",
     "segment_min",
@@ -116,10 +127,14 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_and_grad",
+    "sort",
     "sort_indices",
+    "sort_pairs",
     "source",
     "spmm",
     "spmm_graph",
+    "top_k",
+    "top_p",
     "uninstall",
     "while_loop",
     *elementwise.__all__,

@@ -36,6 +36,7 @@ SMALL = {
     "linear_cross_entropy": (64, 32, 512),
     "index_add": (5000, 8),
     "scatter": (100, 3),
+    "select": (16, 256),
     "segment_softmax": (5000, 8),
     "messages": (5000, 64),
     "sparse": (5000, 8),

@@ -24,6 +24,7 @@ TOOLS = {
     "Kernel",
     "Order",
     "Quantization",
+    "Routing",
     "Source",
     "accelerate",
     "benchmark",

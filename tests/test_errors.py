@@ -30,6 +30,8 @@ CALLS = {
     "advantages": {"rewards": X, "values": np.ones((5, 6), np.float32), "discounts": 0.9, "lambda_": 0.9},
     "associative_scan": {"fn": lambda a, b: a + b, "elems": X},
     "batch_norm": {"x": X},
+    "argsort": {"x": X},
+    "bincount": {"x": IDS, "length": 4},
     "benchmark": {"f": lambda: 1.0, "repeats": 1},
     "cast": {"x": X, "dtype": "float16"},
     **{name: {"x": X, "axis": 0} for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
@@ -52,6 +54,7 @@ CALLS = {
     "glu": {"x": X},
     "graph_attention": {"score": lambda *xs: xs[0], "graph": GRAPH, "values": NODES, "senders": NODES},
     "group_norm": {"x": X, "groups": 2},
+    "histogram": {"x": X},
     "index_add": {"x": X, "axis": 0, "index": IDS, "source": X},
     "index_select": {"x": X, "axis": 0, "index": IDS},
     "install": {},
@@ -61,7 +64,9 @@ CALLS = {
     "linear_recurrence": {"a": X, "b": X},
     "logsumexp": {"x": X},
     "moe_combine": {"x": X, "indices": IDS[:, None]},
+    "min_p": {"logits": X, "p": 0.5},
     "moe_dispatch": {"x": X, "indices": IDS[:, None], "num_slots": 5},
+    "moe_route": {"logits": X, "k": 2},
     "quantize_blocks": {"x": X, "block": 3},
     "quantize_rows": {"x": X},
     "quantize_tensor": {"x": X},
@@ -71,9 +76,11 @@ CALLS = {
     "reduce_sum": {"x": X},
     "rms_norm": {"x": X},
     "row_kernel": {"f": lambda x: x},
+    "sample": {"logits": X, "key": jax.random.key(0)},
     "scale_norm": {"x": X},
     "scan": {"f": lambda carry, x: (carry, x), "init": X, "xs": X},
     "while_loop": {"cond_fun": lambda x: jnp.zeros(x.shape, bool), "body_fun": lambda x: x, "init_val": X},
+    "searchsorted": {"array": X[0], "x": X},
     "segment_max": SEGMENT,
     "segment_mean": SEGMENT,
     "segment_min": SEGMENT,
@@ -84,10 +91,14 @@ CALLS = {
     "softmax_cross_entropy": {"logits": X, "labels": IDS},
     "softmax_cross_entropy_and_grad": {"logits": X, "labels": IDS},
     "sort_indices": {"ids": IDS, "num_segments": 3},
+    "sort": {"x": X},
+    "sort_pairs": {"keys": X, "values": X},
     "source": {"f": lambda x: x},
     "spmm": {"a": MATRIX, "b": NODES},
     "spmm_graph": {"a": MATRIX},
     "swiglu": {"x": X},
+    "top_k": {"x": X, "k": 2},
+    "top_p": {"logits": X, "p": 0.5},
     "uninstall": {},
 }
 
@@ -155,6 +166,7 @@ KINDS = {
     "tree": without(NOT_ARRAYS, "list") | COMPLEX | {"rows": X, "scalar": 1.0, "in a list": ["abc"]},
     "leaves": without(without(NOT_ARRAYS, "list"), "None") | {"in a list": ["abc"]},
     "object": OBJECTS | {"array": X, "int": 3},
+    "pair": without(OBJECTS, "None") | {"three": (1, 2, 3), "strings": ("a", "b"), "int": 3},
     "names": {"unknown": "softmux", "int": 3, "ints": [3], "function": len, "array": X},
     "axis names": without(OBJECTS, "string") | {"float": 3.5, "array": X},
     "text": {"int": 3, "array": X, "bytes": b"abc"},
@@ -163,22 +175,22 @@ KINDS = {
 ARGUMENTS = {
     "array": "table values condition",
     "real": "b x y z min max data source logits h weight weights bias residual mean var scale q straight_through gate amax "
-    "rewards discounts lambda_ bootstrap decay",
+    "rewards discounts lambda_ bootstrap decay p temperature top_p min_p",
     "scalar": "alpha initial lambd negative_slope threshold value fill_value",
     "mask": "where done",
     "index": "index ids segment_ids labels indices offsets",
-    "key": "dropout_key",
+    "key": "dropout_key key",
     "int": "ignore_index margin unroll checkpoint_every",
-    "size": "bucket_size memory groups num_groups block",
-    "count": "repeats num_segments num_bags num_slots num_nodes num_senders num_receivers length",
+    "size": "bucket_size memory groups num_groups block k top_k",
+    "count": "repeats num_segments num_bags num_slots num_nodes num_senders num_receivers length capacity",
     "axis": "channel_axis",
     "axes": "axis batch_axes reduce_features",
     "bool": "keepdims indices_are_sorted unique_indices deterministic wrap causal transposed transpose_weight approximate "
-    "reverse force export most_recent return_sign promote_integers exclusive",
+    "reverse force export most_recent return_sign promote_integers exclusive renormalize descending density",
     "number": "z_loss",
     "positive": "eps epsilon soft_cap label_smoothing dropout_rate",
     "dtype": "dtype logits_dtype",
-    "choice": "mode reduction precision platform",
+    "choice": "mode reduction precision platform side",
     "function": "f fn score epilogue cond_fun body_fun",
     "args": "score_args epilogue_args",
     "tree": "senders receivers edges",
@@ -203,6 +215,17 @@ OF |= {
         f"{name}.axis": "axis" for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "associative_scan")
     },
     "index_select.x": "array",
+    "top_k.x": "real",
+    "bincount.x": "index",
+    "bincount.weights": "array",
+    "histogram.weights": "array",
+    "histogram.bins": "int",
+    "histogram.range": "pair",
+    "searchsorted.array": "real",
+    **dict.fromkeys(("sort.x", "argsort.x", "sort_pairs.keys", "sort_pairs.values"), "array"),
+    **{f"{name}.axis": "axis" for name in ("sort", "argsort", "sort_pairs")},
+    "top_k.k": "count",
+    **{f"{name}.axis": "axis" for name in ("top_k", "top_p", "min_p", "sample")},
     "threshold.threshold": "scalar",
     **{f"{name}.axis": "axis" for name in ("glu", "swiglu", "geglu", "index_add", "index_select")},
     **{f"{name}.axis": "axis" for name in ("softmax_cross_entropy", "softmax_cross_entropy_and_grad")},
@@ -221,6 +244,11 @@ RIGHT = {
     "scan.xs": {"key", "keys"},
     **{f"{name}.axis": {"None"} for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
     "while_loop.init_val": {"key", "keys"},
+    "histogram.bins": {"array", "list"},
+    "histogram.range": {"list"},
+    "bincount.x": {"bool"},
+    "bincount.weights": {"None"},
+    **{f"{name}.axis": {"None"} for name in ("sort", "argsort", "sort_pairs")},
     "row_kernel.axis": set(OUT_OF_BOUNDS),  # until there are operands: see test_row_kernel.py
     **{f"{name}.axis": {"None"} for name in ("softmax", "log_softmax", "layer_norm", "rms_norm", "scale_norm")},
 }
@@ -230,7 +258,7 @@ def public():
     """The public functions by name; classes by their constructors."""
     for name in jaxkern.__all__:
         f = getattr(jaxkern, name)
-        if not isinstance(f, types.ModuleType) and f not in (jaxkern.DelayedScale, jaxkern.CheckError):
+        if not isinstance(f, types.ModuleType) and f not in (jaxkern.DelayedScale, jaxkern.CheckError, jaxkern.Routing):
             yield name, f
     yield "DelayedScale.create", jaxkern.DelayedScale.create
     yield "DelayedScale.update", jaxkern.DelayedScale.update

@@ -228,6 +228,25 @@ def plain_scored_cross_entropy(x):
     return jnp.cos(x) * jnp.sin(lse - jnp.take_along_axis(s, LABELS[..., None], -1) + 0.1 * lse**2)
 
 
+def bins_of(f, x):
+    return x * f(np.arange(x.size).reshape(x.shape) % 3, SHAPE[2], jnp.sin(x))
+
+
+def plain_bincount(at, length, weights):
+    return jnp.zeros(length, weights.dtype).at[at].add(weights)
+
+
+def zeroed(x):
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def plain_top_p(x, p):
+    at = jnp.argsort(-x)
+    mass = jnp.take_along_axis(jax.nn.softmax(x), at, -1)
+    least = jnp.min(jnp.where(jnp.cumsum(mass, -1) - mass < p, jnp.take_along_axis(x, at, -1), jnp.inf), -1)
+    return jnp.where(x >= least[..., None], x, -jnp.inf)
+
+
 def attention(x):
     scores = jnp.where(jnp.tril(jnp.ones(SHAPE[1:], bool), SHAPE[2] - SHAPE[1]), 0.7 * x + jnp.cos(x[:1]), -jnp.inf)
     return jax.nn.softmax(scores)
@@ -316,6 +335,25 @@ CASES = {
     "moe_dispatch": (bags(lambda x: jaxkern.moe_dispatch(x, SLOTS, ROWS)), bags(plain_dispatch)),
     "graph_attention": (bags(attend), bags(plain_attend)),
     "spmm": (bags(multiply), bags(plain_multiply)),
+    "top_k": (lambda x: jaxkern.top_k(x, SHAPE[1], 1)[0], lambda x: -jnp.sort(-x, 1)),
+    "top_p": (lambda x: zeroed(jaxkern.top_p(x, 0.7)), lambda x: zeroed(plain_top_p(x, 0.7))),
+    "sort": (
+        lambda x: jaxkern.sort(x, 1, descending=True) * jaxkern.sort(jnp.cos(x)),
+        lambda x: -jnp.sort(-x, 1) * jnp.sort(jnp.cos(x)),
+    ),
+    "sort_pairs": (
+        lambda x: jaxkern.sort_pairs(jnp.cos(x), x)[1],
+        lambda x: jnp.take_along_axis(x, jnp.argsort(jnp.cos(x)), -1),
+    ),
+    "bincount": (lambda x: bins_of(jaxkern.bincount, x), lambda x: bins_of(plain_bincount, x)),
+    "histogram": (
+        lambda x: x * jaxkern.histogram(jnp.sin(x), 5, (-1, 1), x)[0],
+        lambda x: x * jnp.histogram(jnp.sin(x), 5, (-1, 1), x)[0],
+    ),
+    "min_p": (
+        lambda x: zeroed(jaxkern.min_p(x, 0.3)),
+        lambda x: jnp.where(x >= x.max(-1, keepdims=True) + np.log(0.3), x, 0),
+    ),
 }
 THOROUGH = ("softmax, mask broadcast", "index_add, all", "segment_max, ties", "edge_sum")
 
@@ -540,6 +578,11 @@ def test_every_public_function_is_listed():
         "dequantize",
         "fake_quantize",
         "sort_indices",
+        "Routing",  # tests/test_select.py tests the two functions that follow
+        "moe_route",
+        "sample",
+        "argsort",
+        "searchsorted",
         "Order",
         "spmm_graph",
         "Graph",

@@ -72,6 +72,17 @@ def set_jvp(prim, rule):
     ad.primitive_jvps[prim] = switch.own_promotion(jvp)
 
 
+def set_zero_jvp(prim):
+    """Makes the derivative of `prim` zero."""
+
+    def rule(primals, tangents, **params):
+        del tangents
+        found = bind(prim, *primals, **params)
+        return found, jax.tree.map(compat.zero_tangent, found)
+
+    set_jvp(prim, rule)
+
+
 def set_transpose(prim, rule):
     """Makes `rule` the transpose of `prim`. It takes and returns a value for each operand of a signature, as for `set_jvp`."""
 

@@ -199,6 +199,27 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   emulated::Wait();
   return found;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+  const unsigned first = emulated::current / 32 * 32;
+  emulated::exchanged[emulated::current] = x;
+  emulated::Wait();
+  unsigned found = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    const unsigned other = static_cast<unsigned>(emulated::exchanged[first + lane]);
+    found = found < other ? other : found;
+  }
+  emulated::Wait();
+  return found;
+}
+inline int __syncthreads_or(int x) {
+  static int found;
+  __syncthreads();
+  found = 0;
+  __syncthreads();
+  found |= x;
+  __syncthreads();
+  return found;
+}
 inline bool __any_sync(unsigned all, bool x) { return __ballot_sync(all, x) != 0; }
 inline unsigned __match_any_sync(unsigned, unsigned x) {
   const unsigned first = emulated::current / 32 * 32;

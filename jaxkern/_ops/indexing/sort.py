@@ -20,7 +20,7 @@ import numpy as np
 from jaxkern._core import algorithms, compat, launch, validate
 from jaxkern._core.define import ceil_div
 from jaxkern._core.params import Params
-from jaxkern._core.primitive import bind, set_jvp
+from jaxkern._core.primitive import bind, set_zero_jvp
 from jaxkern._core.signature import FLAT, Signature, primitive
 
 # The most keys (including one for dropped updates) and positions that one run of the kernels can number in 32 bits.
@@ -131,11 +131,6 @@ def _batch(prim, operands, dims, params):
     at = jnp.where(named, begin[:-1, None] + nth, others[:, None] + (nth - kept[:, None])).astype(jnp.int32)
     first = number[:-1, None]
     return [jnp.where(named, keys[at] - first * own, own), order[at] - first * jnp.uint32(each)], [0, 0]
-
-
-def _jvp(primals, tangents, **params):
-    out = bind(sort_indices_p, *primals, **params)
-    return out, list(map(compat.zero_tangent, out))
 
 
 # ---- the plan
@@ -350,7 +345,7 @@ sort_indices_p = primitive(
     on_cpu=_on_cpu,
     plan=plan,
 )
-set_jvp(sort_indices_p, _jvp)
+set_zero_jvp(sort_indices_p)
 
 # ---- offsets
 
@@ -370,11 +365,6 @@ def _batch_offsets(prim, operands, dims, params):
     return jax.vmap(functools.partial(offsets_reference, **params), tuple(dims))(*operands), 0
 
 
-def _offsets_jvp(primals, tangents, **params):
-    out = bind(row_offsets_p, *primals, **params)
-    return out, compat.zero_tangent(out)
-
-
 def offsets_plan(device, operands, results, *, rows) -> launch.Plan | None:
     """The plan of row_offsets; None without keys."""
     del device, results
@@ -391,4 +381,4 @@ _OFFSETS = Signature(
     {"keys": "uint32 count"}, "uint32 ends", layout=FLAT, sizes=lambda operands, params: {"ends": params["rows"] + 1}
 )
 row_offsets_p = primitive("jaxkern_row_offsets", _OFFSETS, offsets_reference, batch=_batch_offsets, plan=offsets_plan)
-set_jvp(row_offsets_p, _offsets_jvp)
+set_zero_jvp(row_offsets_p)

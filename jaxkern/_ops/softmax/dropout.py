@@ -17,15 +17,21 @@ def key_words(name: str, key):
 
     key: a typed key, as from `jax.random.key`, or the raw data of one, `uint32[2]`.
     """
+    check_key(name, "dropout_key", key)
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(key).reshape(-1)[:2].astype(jnp.uint32)
+    return key
+
+
+def check_key(name: str, argument: str, key) -> None:
+    """Raises unless this argument is one typed key, or the raw data of one."""
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.shape:
-            raise ValueError(f"jaxkern.{name}: dropout_key must be a single key, got an array of shape {key.shape}")
-        return jax.random.key_data(key).reshape(-1)[:2].astype(jnp.uint32)
-    if key.dtype != jnp.uint32 or key.shape != (2,):
+            raise ValueError(f"jaxkern.{name}: {argument} must be a single key, got an array of shape {key.shape}")
+    elif key.dtype != jnp.uint32 or key.shape != (2,):
         raise TypeError(
-            f"jaxkern.{name}: dropout_key must be a key of jax.random or uint32[2], got {key.dtype}{list(key.shape)}"
+            f"jaxkern.{name}: {argument} must be a key of jax.random or uint32[2], got {key.dtype}{list(key.shape)}"
         )
-    return key
 
 
 def threshold(name: str, rate) -> int:

@@ -1,0 +1,68 @@
+"""Selection, sorts, searches and counts under compute-sanitizer: every algorithm, around its edges, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Rows, columns and k of top_k: around lanes, tiles, buffers and parts.
+SELECTED = ((3, 1, 1), (37, 33, 5), (9, 1000, 32), (5, 4097, 1), (3, 9001, 700), (2, 70000, 1024), (1, 300000, 50))
+SORTED = ((70, 3), (33, 64), (5, 257), (3, 2000), (2, 4096))
+
+
+def sanitize_select(dtypes: list[str], quick: bool) -> tuple[int, list[str]]:
+    """The problems that ran, and what was wrong."""
+    import jaxkern
+    from jaxkern import algorithms
+
+    done, wrong = 0, []
+
+    def compare(label, ours, theirs, *operands):
+        nonlocal done
+        with jax.default_device(jax.devices("cpu")[0]):
+            exact = jax.tree.leaves(jax.jit(theirs)(*map(jnp.asarray, operands)))
+        found = jax.tree.leaves(jax.jit(ours)(*map(jax.device_put, operands)))
+        done += 1
+        same = all((np.asarray(a).view(np.uint8) == np.asarray(b).view(np.uint8)).all() for a, b in zip(found, exact))
+        if not same:
+            wrong.append(label)
+
+    for dtype in (*dtypes, "int32", "uint8"):
+        rows = lambda *shape: np.random.default_rng(len(shape)).integers(0, 200, shape).astype(jnp.dtype(dtype))  # noqa: B023
+        for (r, columns, k), algorithm in itertools.product(
+            SELECTED[quick * 2 :: 1 + quick], algorithms.names("top_k")
+        ):
+            if algorithms.fits("top_k", algorithm, r, columns, k, dtype):
+                with algorithms.force(top_k=algorithm):
+                    of = lambda f: lambda x: f(x, k)  # noqa: B023
+                    compare(
+                        f"top_k {algorithm} {dtype} {r}x{columns} {k}",
+                        of(jaxkern.top_k),
+                        of(jax.lax.top_k),
+                        rows(r, columns),
+                    )
+        for (r, columns), descending in itertools.product(SORTED[quick * 2 :: 1 + quick], (False, True)):
+            f = lambda f: lambda x: f(x, descending=descending)  # noqa: B023
+            compare(f"argsort {dtype} {r}x{columns}", f(jaxkern.argsort), f(jnp.argsort), rows(r, columns))
+            compare(f"sort {dtype} {r}x{columns}", f(jaxkern.sort), f(jnp.sort), rows(r, columns))
+        for size, side in itertools.product((1, 4096, 50000), ("left", "right")):
+            search = lambda f: lambda a, x: f(a, x, side=side)  # noqa: B023
+            array = np.sort(rows(size).astype(np.float32)).astype(jnp.dtype(dtype))
+            compare(
+                f"searchsorted {dtype} {size}",
+                search(jaxkern.searchsorted),
+                search(jnp.searchsorted),
+                array,
+                rows(7001),
+            )
+    for dtype, bins, algorithm in itertools.product(("uint8", "int32"), (1, 300, 20000), algorithms.names("bincount")):
+        if algorithms.fits("bincount", algorithm, bins, 100003, dtype):
+            x = np.random.default_rng(bins).integers(0, 255 if dtype == "uint8" else 30000, 100003).astype(dtype)
+            with algorithms.force(bincount=algorithm):
+                ours, theirs = lambda x: jaxkern.bincount(x, bins), lambda x: jnp.bincount(x, length=bins)  # noqa: B023
+                compare(f"bincount {algorithm} {dtype} {bins}", ours, theirs, x)
+    print(f"select: {done} problems run, {len(wrong)} wrong", flush=True)
+    return done, wrong

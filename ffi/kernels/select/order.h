@@ -1,0 +1,44 @@
+// Elements as unsigned numbers in the same order, and candidates: an element and its column as one number.
+#pragma once
+
+#include "common/std.h"
+
+namespace jaxkern {
+
+enum class Order { kUnsigned, kSigned, kFloat };
+
+// The unsigned number of an element with these bits, and back. Floats are in the total order of IEEE 754: -0 is less than 0,
+// NaN is greater than infinity, or less than -infinity if its sign is set.
+template <class Bits, Order kOrder> __device__ __forceinline__ uint32_t ToKey(Bits bits) {
+  constexpr uint32_t kSign = 1u << (8 * sizeof(Bits) - 1), kAll = kSign | (kSign - 1);
+  const uint32_t b = bits;
+  if constexpr (kOrder == Order::kUnsigned) return b;
+  else if constexpr (kOrder == Order::kSigned) return b ^ kSign;
+  else return b & kSign ? b ^ kAll : b | kSign;
+}
+template <class Bits, Order kOrder> __device__ __forceinline__ Bits FromKey(uint32_t key) {
+  constexpr uint32_t kSign = 1u << (8 * sizeof(Bits) - 1), kAll = kSign | (kSign - 1);
+  if constexpr (kOrder == Order::kUnsigned) return static_cast<Bits>(key);
+  else if constexpr (kOrder == Order::kSigned) return static_cast<Bits>(key ^ kSign);
+  else return static_cast<Bits>(key & kSign ? key ^ kSign : key ^ kAll);
+}
+
+// As ToKey, in the order of a sort: -0 equals 0, and NaN, whose magnitude is greater than `largest`, is the greatest number.
+template <class Bits, Order kOrder> __device__ __forceinline__ uint32_t SortKey(Bits bits, uint32_t largest) {
+  if constexpr (kOrder == Order::kFloat) {
+    const uint32_t magnitude = bits & ((1u << (8 * sizeof(Bits) - 1)) - 1);
+    if (magnitude == 0) return ToKey<Bits, kOrder>(0);
+    if (magnitude > largest) return ~0u;
+  }
+  return ToKey<Bits, kOrder>(bits);
+}
+
+// A greater element makes a greater candidate and, of equal elements, a lower column. Columns are less than 2^31, so that no
+// candidate is 0.
+__device__ __forceinline__ uint64_t Candidate(uint32_t key, uint32_t column) {
+  return static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(~column);
+}
+__device__ __forceinline__ uint32_t KeyOf(uint64_t candidate) { return static_cast<uint32_t>(candidate >> 32); }
+__device__ __forceinline__ uint32_t ColumnOf(uint64_t candidate) { return ~static_cast<uint32_t>(candidate); }
+
+}  // namespace jaxkern

@@ -1,0 +1,113 @@
+// Rows of up to kWidth elements, sorted, in a stable order, with the columns where their elements were.
+//
+//     SortRows        a bitonic network. kWidth / 8 threads have a row, each of them 8 elements in registers, as numbers that hold
+//                     the key and the column, so that no two are equal. Elements are exchanged in registers, by shuffles, and,
+//                     further apart than 256, through shared memory
+//
+// -0 equals 0, and NaN is greater than every number, as in lax.sort. Memory traffic: rows are read once, and again, from L1, in
+// sorted order; values and indices are written once.
+#pragma once
+
+#include "common/std.h"
+#include "order.h"
+
+namespace jaxkern {
+
+struct SortRowsArgs {
+  const void* x;      // [rows, width]
+  void* values;       // [rows, width], or null
+  uint32_t* indices;  // [rows, width], or null
+  uint32_t rows, width;
+  uint32_t largest;  // of SortKey
+  uint32_t flipped;  // ~0 to sort in descending order, otherwise 0
+};
+
+constexpr uint32_t kSortOwn = 8;
+
+__device__ __forceinline__ void Exchange(uint64_t& a, uint64_t& b, bool ascending) {
+  const uint64_t low = a < b ? a : b, high = a < b ? b : a;
+  a = ascending ? low : high, b = ascending ? high : low;
+}
+
+// Elements `apart`, 4 or less, in the registers of a thread.
+template <uint32_t kApart> __device__ __forceinline__ void ExchangeOwn(uint64_t (&own)[kSortOwn], bool ascending) {
+#pragma unroll
+  for (uint32_t i = 0; i < kSortOwn; ++i) {
+    if (!(i & kApart)) Exchange(own[i], own[i | kApart], ascending);
+  }
+}
+
+// kThreads: of a block, which has kThreads * 8 / kWidth rows.
+template <class Bits, Order kOrder, uint32_t kWidth, uint32_t kThreads> __global__ void __launch_bounds__(kThreads)
+    SortRows(const __grid_constant__ SortRowsArgs a) {
+  constexpr uint32_t kOfRow = kWidth / kSortOwn;
+  __shared__ uint64_t held[kThreads * (kSortOwn + 1)];
+  const uint32_t t = threadIdx.x % kOfRow, row = blockIdx.x * (kThreads / kOfRow) + threadIdx.x / kOfRow;
+  const uint32_t begin = threadIdx.x / kOfRow * kWidth, first = t * kSortOwn;
+  const bool exists = row < a.rows;
+  const Bits* x = static_cast<const Bits*>(a.x) + static_cast<int64_t>(row) * a.width;
+  auto place = [&](uint32_t at) { return begin + at + (begin + at) / kSortOwn; };  // threads do not share a bank
+
+  uint64_t own[kSortOwn];  // elements [first, first + 8) of the network, whose order at the start is of no importance
+#pragma unroll
+  for (uint32_t i = 0; i < kSortOwn; ++i) {
+    const uint32_t column = i * kOfRow + t;
+    own[i] = ~uint64_t{0};
+    if (exists && column < a.width) {
+      own[i] = static_cast<uint64_t>(SortKey<Bits, kOrder>(x[column], a.largest) ^ a.flipped) << 32 | column;
+    }
+  }
+  // Runs of 2, 4 and 8.
+#pragma unroll
+  for (uint32_t i = 0; i < kSortOwn; i += 2) Exchange(own[i], own[i + 1], !(i & 2));
+#pragma unroll
+  for (uint32_t apart = 2; apart; apart /= 2) {
+#pragma unroll
+    for (uint32_t i = 0; i < kSortOwn; ++i) {
+      if (!(i & apart)) Exchange(own[i], own[i | apart], !(i & 4));
+    }
+  }
+  bool ascending = kWidth == kSortOwn || !(first & kSortOwn);
+  ExchangeOwn<4>(own, ascending), ExchangeOwn<2>(own, ascending), ExchangeOwn<1>(own, ascending);
+
+#pragma unroll 1
+  for (uint32_t run = 2 * kSortOwn; run <= kWidth; run *= 2) {
+    ascending = !(first & run) || run == kWidth;
+#pragma unroll 1
+    for (uint32_t apart = run / 2; apart >= kSortOwn; apart /= 2) {
+      const bool lower = !(first & apart) == ascending;
+      if (kWidth > 32 * kSortOwn && apart >= 32 * kSortOwn) {
+        __syncthreads();
+#pragma unroll
+        for (uint32_t i = 0; i < kSortOwn; ++i) held[place(first + i)] = own[i];
+        __syncthreads();
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kSortOwn; ++i) {
+        uint64_t other;
+        if (kWidth > 32 * kSortOwn && apart >= 32 * kSortOwn) other = held[place((first ^ apart) + i)];
+        else other = __shfl_xor_sync(~0u, own[i], apart / kSortOwn);
+        if ((other < own[i]) == lower) own[i] = other;
+      }
+    }
+    ExchangeOwn<4>(own, ascending), ExchangeOwn<2>(own, ascending), ExchangeOwn<1>(own, ascending);
+  }
+
+  __syncthreads();
+#pragma unroll
+  for (uint32_t i = 0; i < kSortOwn; ++i) held[place(first + i)] = own[i];
+  __syncthreads();
+  if (!exists) return;
+  const int64_t to = static_cast<int64_t>(row) * a.width;
+#pragma unroll
+  for (uint32_t i = 0; i < kSortOwn; ++i) {
+    const uint32_t at = i * kOfRow + t;
+    if (at < a.width) {
+      const auto column = static_cast<uint32_t>(held[place(at)]);
+      if (a.values) static_cast<Bits*>(a.values)[to + at] = x[column];
+      if (a.indices) a.indices[to + at] = column;
+    }
+  }
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,1 @@
+"""Selecting, searching and counting: one module for each primitive, with its plan."""

@@ -1,0 +1,114 @@
+"""count: how often each number occurs. The kernels are in ffi/kernels/select/count.cuh.
+
+    count_p  (x [elements])  ->  int32 [bins]
+
+Negative numbers count as 0; numbers from `bins` on are not counted.
+"""
+
+import math
+import sys
+import typing
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern._core import algorithms, launch
+from jaxkern._core.define import ceil_div
+from jaxkern._core.device import H200
+from jaxkern._core.params import Params
+from jaxkern._core.primitive import bind, set_zero_jvp
+from jaxkern._core.signature import FLAT, Signature, primitive
+
+HEADER = "select/count.cuh"
+ARGS = Params(HEADER, "CountArgs")
+ALGORITHMS = ("shared", "global")
+DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+THREADS, SHARED_BINS, RESIDENT = 512, 12288, 4
+# Not measured: each block adds all its bins to the result, and so must count more elements than bins.
+ELEMENTS_OF_BIN = 4
+
+
+class Problem(typing.NamedTuple):
+    """So many elements into so many bins."""
+
+    bins: int
+    elements: int
+    dtype: str = "int32"
+
+
+def fits(algorithm: str, p: Problem, device=None) -> bool:
+    del device
+    exists = p.dtype in DTYPES and 0 < p.bins < 2**31 and 0 < p.elements < 2**31
+    return exists and (algorithm == "global" or (algorithm == "shared" and p.bins <= SHARED_BINS))
+
+
+def choose(p: Problem, device=None) -> str | None:
+    """The algorithm; None: XLA."""
+    blocks = min(RESIDENT * (device or H200).sm_count, ceil_div(p.elements, THREADS * 16))
+    if fits("shared", p) and p.bins * blocks * ELEMENTS_OF_BIN <= max(p.elements, 2**16):
+        return "shared"
+    return "global" if fits("global", p) else None
+
+
+algorithms.register(sys.modules[__name__], "bincount")
+
+
+def plan(device, operands, results, *, bins) -> launch.Plan | None:
+    """The plan for x [elements]; None if there is no kernel for it."""
+    del results
+    (x,) = operands
+    p = Problem(bins, math.prod(x.shape), x.dtype.name)
+    forced = algorithms.forced("bincount")
+    algorithm = None if forced == "xla" else algorithms.pick("bincount", forced, p, device)
+    if algorithm is None:
+        return None
+    args = [ARGS(x=launch.operand(0), result=launch.result(0), count=p.elements, bins=bins)]
+
+    def steps(vectors):
+        vector = 16 // x.dtype.itemsize
+        vector = vector if vectors and p.elements % vector == 0 else 1
+        packs = max(1, 16 // vector)
+        blocks = min(RESIDENT * device.sm_count, ceil_div(p.elements, THREADS * vector * packs))
+        name = f"Count{algorithm.capitalize()}<{x.dtype.name}_t, {vector}, {packs}>"
+        return (launch.Memset(launch.result(0), 4 * bins), launch.Launch(HEADER, name, args, blocks, THREADS))
+
+    return launch.Plan(algorithm, steps(True), unaligned=steps(False))
+
+
+# ---- the primitive
+
+
+def reference(x, *, bins):
+    # Numbers that are not counted get the index `bins`.
+    at = jnp.where(x < 0, 0, jnp.minimum(x, jnp.iinfo(x.dtype).max)).astype(jnp.promote_types(x.dtype, jnp.int32))
+    return jnp.zeros(bins, jnp.int32).at[at].add(1, mode="drop")
+
+
+def _batch(prim, operands, dims, params):
+    """The numbers of each element of the batch have bins of their own."""
+    x, bins = jnp.moveaxis(operands.x, dims.x, 0), params["bins"]
+    size = len(x)
+    if size * bins >= 2**31:
+        return lax.map(lambda x: bind(prim, x, **params), x), 0
+    first = bins * jnp.arange(size, dtype=jnp.int32)[:, None]
+    own = jnp.where(x < 0, 0, x)
+    at = jnp.where(own < bins, own.astype(jnp.int32) + first, size * bins)
+    return bind(prim, at.reshape(-1), bins=size * bins).reshape(size, bins), 0
+
+
+def _shard(prim, over, x, *, bins):
+    found = bind(prim, x, bins=bins)
+    return lax.psum(found, over["elements"]) if over["elements"] else found
+
+
+count_p = primitive(
+    "jaxkern_count",
+    Signature({"x": "integer elements"}, "int32 bins", layout=FLAT, exact={"elements"}),
+    reference,
+    batch=_batch,
+    shard=_shard,
+    plan=plan,
+    dtypes=DTYPES,
+)
+
+set_zero_jvp(count_p)

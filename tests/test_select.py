@@ -1,0 +1,250 @@
+"""top_k and what selects by it: numbers, ties, special values, derivatives, shardings, the kernel, bad input."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plans import DEVICES, check_limits, needs_nvrtc, on_other_gpus
+
+import jaxkern
+from jaxkern import algorithms
+from jaxkern._core import device, registry
+from jaxkern._ops.select import top_k
+
+SPECIAL = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1.0, 1.0, -1.0, 1e-40]
+
+
+def rows(shape, dtype, seed=0):
+    """Rows with few different numbers, so that there are ties; every third row descends, and special numbers are anywhere."""
+    rng = np.random.default_rng(seed)
+    if jnp.issubdtype(dtype, jnp.floating):
+        x = np.where(rng.random(shape) < 0.5, rng.normal(size=shape), rng.integers(-3, 4, shape))
+        x = np.where(rng.random(shape) < 0.05, rng.choice(SPECIAL, shape), x)
+    else:
+        x = rng.integers(0, 2, shape) if dtype == "bool" else rng.integers(*_range(dtype), shape)
+    x = np.asarray(x).astype(jnp.dtype(dtype))
+    return x
+
+
+def _range(dtype):
+    info = jnp.iinfo(dtype)
+    return max(info.min, -1000), min(info.max, 1000)
+
+
+def wanted(x, k):
+    """By a stable sort of NumPy, of the bits in descending order."""
+    size = x.dtype.itemsize
+    bits = np.ascontiguousarray(x).view(f"int{8 * size}").astype(np.int64)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bits = np.where(bits < 0, bits ^ (2 ** (8 * size - 1) - 1), bits)  # -0 is -1
+    elif x.dtype.kind != "i":
+        bits = x.astype(np.int64)
+    at = np.argsort(~bits, axis=-1, kind="stable")[..., :k]
+    return np.take_along_axis(x, at, -1), at
+
+
+def same(found, exact):
+    """Bit for bit."""
+    for a, b in zip(found, exact, strict=True):
+        a = np.ascontiguousarray(a)
+        b = np.ascontiguousarray(b, a.dtype)
+        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "algorithm, shape, dtype, k, unaligned",
+    [
+        ("warp", (11, 256), "float32", 8, False),
+        ("warp", (9, 1000), "bfloat16", 32, False),
+        ("warp", (3, 37), "int8", 5, True),
+        ("block", (3, 9000), "float32", 50, False),
+        ("block", (2, 20011), "float16", 1024, False),
+        ("block", (2, 5000), "uint32", 1, True),
+        ("block", (3, 700), "bool", 700, False),
+        ("split", (2, 40000), "float32", 100, False),
+        ("split", (1, 50001), "int16", 7, True),
+    ],
+)
+def test_kernel(algorithm, shape, dtype, k, unaligned):
+    x = rows(shape, dtype)
+    if algorithm == "block":
+        x[0].sort()
+    with algorithms.force(top_k=algorithm):
+        made = top_k.plan(device.H200, [jax.ShapeDtypeStruct(shape, x.dtype)], None, k=k)
+    check_limits(made, device.H200)
+    assert made.algorithm == algorithm
+    found = emulated.run(made, [x], [((*shape[:-1], k), x.dtype), ((*shape[:-1], k), np.int32)], unaligned)
+    same(found, wanted(x, k))
+
+
+def test_largest_parts_and_candidates():
+    """Plans for rows of any size: parts are whole vectors, none is empty, and candidates fit the scratch."""
+    for shape, k in [((1, 1 << 24), 100), ((16, 262144), 256), ((64, 128256), 50), ((3, 65537), 1024), ((1, 40000), 1)]:
+        for on in DEVICES:
+            check_limits(top_k.plan(on, [jax.ShapeDtypeStruct(shape, jnp.float32)], None, k=k), on)
+
+
+def test_choices():
+    """Short rows for few elements run in warps, few long rows in parts; XLA has more than 1024 elements and 64 bits."""
+    ask = lambda *p, **given: algorithms.choose("top_k", *p, device=device.H200, **given)
+    assert [ask(32768, 256, 8), ask(4096, 32768, 50), ask(64, 128256, 50), ask(1, 1 << 24, 100)] == [
+        *("warp", "block", "split", "split")
+    ]
+    assert not algorithms.fits("top_k", "block", 4, 5000, 1025) and not algorithms.fits("top_k", "warp", 4, 1025, 3)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "capability, name", list(on_other_gpus(["TopKBlock<uint32_t, jaxkern::Order::kFloat, false, 4, 4>"]))
+)
+def test_kernels_compile(capability, name):
+    assert registry.kernels.module.compile(top_k.HEADER, name, capability, "")[0]
+
+
+# ---- the functions
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "float64"])
+def test_top_k(dtype):
+    """Along each axis, with ties and special numbers, bit for bit."""
+    with jax.enable_x64(dtype == "float64"):
+        x = rows((5, 6, 40), dtype)
+        for axis, k in ((-1, 7), (0, 5), (2, 0)):
+            found = jaxkern.top_k(jnp.asarray(x), k, axis)
+            same(found, [np.moveaxis(a, -1, axis) for a in wanted(np.moveaxis(x, axis, -1), k)])
+
+
+def test_derivatives_and_batches():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 9)), jnp.float32)
+    ours, theirs = (lambda x, f=f: jnp.sum(jnp.sin(f(x * x, 3)[0])) for f in (jaxkern.top_k, jax.lax.top_k))
+    for derivative in (jax.grad, lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))):
+        np.testing.assert_allclose(derivative(ours)(x), derivative(theirs)(x), rtol=1e-5)
+    same(jax.vmap(lambda x: jaxkern.top_k(x, 2), 1)(x), jax.lax.top_k(x.swapaxes(0, 1), 2))
+    same(
+        jax.jvp(lambda i: jaxkern.top_k(i, 2), (jnp.arange(9),), (np.zeros(9, jax.dtypes.float0),))[0], ([8, 7], [8, 7])
+    )
+
+
+def plain_top_p(x, p):
+    """By sorting."""
+    at = np.argsort(-x, -1, kind="stable")
+    mass = np.exp(x - x.max(-1, keepdims=True))
+    mass = np.take_along_axis(mass / mass.sum(-1, keepdims=True), at, -1)
+    before = np.concatenate([np.zeros_like(mass[..., :1]), np.cumsum(mass, -1)[..., :-1]], -1)
+    kept = np.empty(x.shape, bool)
+    np.put_along_axis(kept, at, before < p, -1)
+    return np.where(kept, x, -np.inf)
+
+
+@pytest.mark.parametrize("width, p", [(50, 0.1), (50, 0.97), (1100, 0.6), (1100, 0.97), (50, 1.0)])
+def test_filters(width, p):
+    """1100 classes of like probability need a sort of all. From 1 on all are kept."""
+    x = np.random.default_rng(1).normal(size=(4, width)).astype(np.float32)
+    x[1] *= 5
+    x[2, ::3] = 1  # equal ones
+    kept = x if p == 1 else plain_top_p(x.astype(np.float64), p).astype(np.float32)
+    np.testing.assert_array_equal(jaxkern.top_p(x.T, p, 0).T, kept)
+    exact = np.where(x >= x.max(-1, keepdims=True) + np.float32(np.log(p)), x, -np.inf)
+    for f in (jaxkern.top_p, jaxkern.min_p):
+        each, pull = jax.vjp(lambda x: f(x, np.full((4, 1), p, np.float32)), x)  # noqa: B023
+        np.testing.assert_array_equal(each, exact if f is jaxkern.min_p else kept)
+        np.testing.assert_array_equal(pull(jnp.ones_like(x))[0], each > -np.inf)
+
+
+def test_filters_of_special_numbers():
+    x = jnp.array([[jnp.nan, 1.0, -jnp.inf, -0.0, 0.0], [jnp.inf, 1.0, 2.0, 3.0, 4.0], [-jnp.inf] * 5])
+    for f in (jaxkern.top_p, jaxkern.min_p):
+        found = np.asarray(f(x, 0.9))
+        assert found[0, 1] == 1 and found[0, [0, 2]].tolist() == [-np.inf] * 2
+        assert found[1].tolist() == [np.inf, *[-np.inf] * 4] and (found[2] == -np.inf).all()
+    assert (
+        jaxkern.top_p(jnp.zeros((0, 5)), 0.5).shape == (0, 5) and jaxkern.top_p(jnp.arange(3), 0.5).dtype == jnp.float32
+    )
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 5, "top_p": 0.8, "min_p": 0.1, "temperature": 1.7}],
+)
+def test_samples(filters):
+    """The frequencies of classes are those of the composition of the filters, within five deviations."""
+    count = 20000
+    x = np.random.default_rng(2).normal(size=8).astype(np.float32) * 1.5
+    found = jaxkern.sample(jnp.broadcast_to(x, (count, 8)), jax.random.key(3), **filters)
+    assert found.shape == (count,) and found.dtype == jnp.int32
+    left = x.astype(np.float64) / filters.get("temperature", 1)
+    if "top_k" in filters:
+        left = np.where(left >= np.sort(left)[-filters["top_k"]], left, -np.inf)
+    if "top_p" in filters:
+        left = plain_top_p(left[None], filters["top_p"])[0]
+    left = np.where(left >= left.max() + np.log(filters.get("min_p", 1e-30)), left, -np.inf)
+    p = np.exp(left - left.max()) / np.exp(left - left.max()).sum()
+    times = np.bincount(found, minlength=8)
+    assert (np.abs(times - count * p) <= 5 * np.sqrt(count * p * (1 - p))).all() and (times[p == 0] == 0).all()
+
+
+def test_samples_of_many_classes():
+    """Where the largest 1024 suffice for top_p, and where they do not; along another axis; temperature 0 of some rows."""
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(6, 1100)), jnp.float32).at[:3].mul(6)
+    key, cold = jax.random.key(0), jnp.zeros((6, 1)).at[::2].set(9.0)
+    for given in (x[3:], x[:3]):
+        kept = jaxkern.top_p(given, 0.8) > -jnp.inf
+        for n in range(3):
+            at = jaxkern.sample(given, jax.random.fold_in(key, n), top_p=0.8)
+            assert jnp.take_along_axis(kept, at[:, None], 1).all()
+    for filters in ({}, {"top_k": 9}):
+        found = jaxkern.sample(x.T, key, temperature=cold.T, axis=0, **filters)
+        assert (found[1::2] == jnp.argmax(x, 1)[1::2]).all() and (found[::2] != jnp.argmax(x, 1)[::2]).any()
+
+
+@pytest.mark.parametrize("capacity, renormalize", [(None, True), (3, False)])
+def test_routes(capacity, renormalize):
+    """Against a loop over tokens; the slots carry tokens to their experts and back."""
+    tokens, experts, k = 37, 5, 2
+    logits = jnp.asarray(np.random.default_rng(5).normal(size=(tokens, experts)), jnp.float32)
+    weights, chosen, slots, counts = jaxkern.moe_route(logits, k, capacity, renormalize=renormalize)
+    p = np.asarray(jax.nn.softmax(logits), np.float64)
+    at = np.argsort(-p, 1, kind="stable")[:, :k]
+    exact = np.take_along_axis(p, at, 1)
+    np.testing.assert_allclose(weights, exact / exact.sum(1, keepdims=True) if renormalize else exact, rtol=1e-5)
+    np.testing.assert_array_equal(chosen, at)
+    np.testing.assert_array_equal(counts, np.bincount(at.ravel(), minlength=experts))
+    first = np.concatenate([[0], np.cumsum(counts)]) if capacity is None else capacity * np.arange(experts + 1)
+    seen, wanted_slots = np.zeros(experts, int), []
+    for e in at.ravel():
+        wanted_slots.append(first[e] + seen[e] if capacity is None or seen[e] < capacity else -1)
+        seen[e] += 1
+    np.testing.assert_array_equal(slots.ravel(), wanted_slots)
+    x = jnp.arange(1.0, tokens + 1)[:, None]
+    held = jaxkern.moe_dispatch(x, slots, int(first[-1]))
+    back = jaxkern.moe_combine(held, slots, jnp.ones((tokens, k)))
+    np.testing.assert_array_equal(back, x * (slots >= 0).sum(1, keepdims=True))
+    loss = lambda logits: jnp.sum(jnp.sin(jaxkern.moe_route(logits, k, renormalize=renormalize).weights))
+
+    def plain(logits):
+        w = jax.lax.top_k(jax.nn.softmax(logits), k)[0]
+        return jnp.sum(jnp.sin(w / w.sum(1, keepdims=True) if renormalize else w))
+
+    np.testing.assert_allclose(jax.grad(loss)(logits), jax.grad(plain)(logits), atol=1e-6)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: jaxkern.top_k(jnp.ones(3), 4), ValueError, "top_k: k must be from 0 to 3"),
+        (lambda: jaxkern.top_k(jnp.ones(3, jnp.complex64), 1), TypeError, "top_k: x must be real"),
+        (lambda: jaxkern.top_p(jnp.ones((2, 3)), jnp.ones(3)), ValueError, "top_p: p of shape"),
+        (lambda: jaxkern.sample(jnp.ones((2, 3)), jax.random.key(0), top_k=0), ValueError, "sample: top_k must be 1"),
+        (lambda: jaxkern.sample(jnp.ones((2, 0)), jax.random.key(0)), ValueError, "sample: logits of shape"),
+        (lambda: jaxkern.moe_route(jnp.ones((2, 3)), 4), ValueError, "moe_route: k must be from 1 to 3"),
+        (lambda: jaxkern.moe_route(jnp.ones(3), 1), ValueError, "moe_route: logits must have shape"),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=f"jaxkern.{message}"):
+        call()

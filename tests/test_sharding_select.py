@@ -1,0 +1,47 @@
+"""top_k of arrays spread over several devices: as in test_sharding.py."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from sharding import check, mesh, put, several, split_by
+from test_select import rows, same, wanted
+
+import jaxkern
+
+
+@several
+@pytest.mark.parametrize("spec", [P("r"), P(("r", "c")), P(None, "c")])
+@pytest.mark.parametrize("k", [5, 600])
+def test_top_k(spec, k):
+    """Rows are split without a message. Of a row that is split, each device sends its k largest elements and their columns."""
+    x, m = rows((8, 1024), "float32"), mesh()
+    (part,) = put(m, (x,), (spec,))
+    compiled = jax.jit(lambda x: jaxkern.top_k(x, k)).lower(part).compile()
+    same(compiled(part), wanted(x, k))
+    devices = m.shape["c"]
+    sent = devices * min(k, 1024 // devices) * len(x)
+    check(compiled.as_text(), {"all-gather": sent} if split_by(m, spec[1:], "c") else {})
+
+
+@several
+def test_derivative():
+    (part,) = put(mesh(), (rows((8, 64), "int32").astype(np.float32),), (P("r", "c"),))
+    grad = jax.jit(jax.grad(lambda x: (jaxkern.top_k(x, 3)[0] ** 2).sum()))
+    np.testing.assert_allclose(grad(part), grad(np.asarray(part)), rtol=1e-6)
+
+
+@several
+def test_sorts_searches_and_counts():
+    """Rows and queries are split without a message; counts of parts are summed."""
+    m, array = mesh(), np.sort(rows((50,), "int32"))
+    x, ids = rows((8, 64), "float32"), rows((4096,), "uint8")
+    own, parts = put(m, (x, ids), (P(("r", "c")), P(("r", "c"))))
+    for f, given, listed in (
+        (lambda x: jaxkern.sort(x, descending=True), own, {}),
+        (lambda x: jaxkern.searchsorted(array, x), own, {}),
+        (lambda x: jaxkern.bincount(x, 40), parts, {"all-reduce": 40}),
+    ):
+        compiled = jax.jit(f).lower(given).compile()
+        same([compiled(given)], [f(np.asarray(given))])
+        check(compiled.as_text(), listed)

@@ -1,0 +1,210 @@
+"""sort, argsort, sort_pairs, searchsorted, bincount and histogram: numbers, kernels, bad input."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plans import DEVICES, check_limits, needs_nvrtc
+from test_select import rows, same
+
+import jaxkern
+from jaxkern import algorithms
+from jaxkern._core import device, registry
+from jaxkern._ops.select import count, search, sort_rows
+
+compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+
+
+def types(*arrays):
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+
+
+def order_of(x, descending):
+    """The stable order of NumPy."""
+    x = x.astype(np.float64) if x.dtype != np.int64 else x
+    if not descending:
+        return np.argsort(x, -1, kind="stable")
+    return x.shape[-1] - 1 - np.argsort(x[..., ::-1], -1, kind="stable")[..., ::-1]
+
+
+# ---- kernels
+
+
+@compiler
+@pytest.mark.parametrize(
+    "shape, dtype, descending, wanted",
+    [
+        ((5, 1), "float32", False, ("values", "indices")),
+        ((40, 7), "int8", True, ("values", "indices")),
+        ((9, 64), "float32", True, ("values", "indices")),
+        ((3, 1000), "float32", False, ("indices",)),
+        ((2, 4096), "bfloat16", True, ("values",)),
+        ((4, 33), "float8_e4m3fn", False, ("values", "indices")),
+    ],
+)
+def test_network(shape, dtype, descending, wanted):
+    x = rows(shape, dtype)
+    made = sort_rows.plan(device.H200, types(x), None, descending=descending, wanted=wanted)
+    check_limits(made, device.H200)
+    at = order_of(x, descending)
+    exact = {"values": np.take_along_axis(x, at, -1), "indices": at.astype(np.int32)}
+    same(emulated.run(made, [x], [(shape, exact[n].dtype) for n in wanted]), [exact[n] for n in wanted])
+
+
+@compiler
+@pytest.mark.parametrize("dtype, size", [("int32", 1), ("uint32", 4096), ("float32", 100003)])
+def test_search(dtype, size):
+    """Of the elements themselves, of special numbers, and of others; in arrays that shared memory holds, or not."""
+    array = rows((size,), dtype)
+    array = array[order_of(array, False)]
+    x = np.concatenate([rows((1500,), dtype, 1), array[:50], array[-50:]])
+    for right in (False, True):
+        made = search.plan(device.H200, types(x, array), None, right=right)
+        check_limits(made, device.H200)
+        (found,) = emulated.run(made, [x, array], [(x.shape, np.int32)])
+        np.testing.assert_array_equal(found, np.searchsorted(array, x, "right" if right else "left"))
+
+
+@compiler
+@pytest.mark.parametrize(
+    "algorithm, dtype, elements, bins",
+    [
+        ("shared", "int32", 70001, 300),
+        ("shared", "uint8", 70000, 256),
+        ("shared", "int64", 5000, 12288),
+        ("global", "int8", 20000, 100),
+        ("global", "uint16", 20000, 60000),
+    ],
+)
+def test_counts(algorithm, dtype, elements, bins):
+    """With negative numbers, numbers that are too large, and a long run of equal ones."""
+    info = jnp.iinfo(dtype)
+    x = np.random.default_rng(0).integers(max(info.min, -100), min(info.max, 400), elements).astype(dtype)
+    x[1000:3000] = 5
+    exact = np.bincount(np.maximum(x.astype(np.int64), 0), minlength=bins)[:bins]
+    with algorithms.force(bincount=algorithm):
+        made = count.plan(device.H200, types(x), None, bins=bins)
+    check_limits(made, device.H200)
+    for unaligned in (False, True):
+        (found,) = emulated.run(made, [x], [((bins,), np.int32)], unaligned)
+        np.testing.assert_array_equal(found, exact)
+
+
+def test_choices_and_plans():
+    assert [algorithms.choose("bincount", n, 1 << 24, device=device.H200) for n in (256, 1 << 20)] == [
+        "shared",
+        "global",
+    ]
+    assert algorithms.choose("sort", 4096, 4096, device=device.H200) == "network"
+    assert not algorithms.fits("sort", "network", 4096, 4097)
+    for on in DEVICES:
+        for bins, elements in ((1, 1), (12288, 1 << 24), (1 << 20, 1000)):
+            x = jax.ShapeDtypeStruct((elements,), jnp.int32)
+            check_limits(count.plan(on, [x], None, bins=bins), on)
+            check_limits(search.plan(on, [x, x], None, right=True), on)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "header, name, capability",
+    [
+        (sort_rows.HEADER, "SortRows<uint32_t, jaxkern::Order::kFloat, 1024, 256>", 80),
+        (search.HEADER, "Search<jaxkern::Order::kFloat, true>", 90),
+        (count.HEADER, "CountShared<int32_t, 4, 4>", 90),
+        (count.HEADER, "CountGlobal<int64_t, 2, 8>", 120),
+    ],
+)
+def test_kernels_compile(header, name, capability):
+    assert registry.kernels.module.compile(header, name, capability, "")[0]
+
+
+# ---- the functions
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool", "float64", "complex64"])
+def test_sorts(dtype):
+    """As jnp, along each axis and both ways, with ties, NaN and zeros."""
+    with jax.enable_x64(dtype == "float64"):
+        x = rows((5, 6, 40), "float32" if dtype == "complex64" else dtype)
+        x = jnp.asarray(np.where(np.abs(x) == x.dtype.type(1e-40), 0, x) if dtype not in ("bool", "int32") else x)
+        x = x + 1j * x[::-1] if dtype == "complex64" else x
+        for axis, descending in ((-1, False), (0, True), (None, True)):
+            how = {"axis": axis, "descending": descending}
+            order = jnp.argsort(x, stable=True, **how)
+            same([jaxkern.argsort(x, **how)], [order])
+            flat = x.reshape(-1) if axis is None else x
+            exact = jnp.take_along_axis(flat, order, 0 if axis is None else axis)
+            keys, values = jaxkern.sort_pairs(x, {"a": x, "b": jnp.arange(x.size).reshape(x.shape)}, **how)
+            same([jaxkern.sort(x, **how), keys, values["a"]], [exact] * 3)
+            same([values["b"]], [jnp.take_along_axis(jnp.arange(x.size).reshape(flat.shape), order, axis or 0)])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_searchsorted(side):
+    """Of every pair of types, as NumPy."""
+    for array, x in [
+        ("float32", "float32"),
+        ("bfloat16", "int32"),
+        ("uint8", "int8"),
+        ("bool", "uint32"),
+        ("int32", "float16"),
+    ]:
+        sorted_array = rows((50,), array)
+        sorted_array = sorted_array[order_of(sorted_array, False)]
+        queries = rows((4, 30), x, 1)
+        found = jaxkern.searchsorted(sorted_array, queries, side)
+        assert found.dtype == jnp.int32
+        wide = lambda a: np.where(np.abs(a.astype(np.float64)) < 1e-30, 0, a.astype(np.float64))
+        np.testing.assert_array_equal(found, np.searchsorted(wide(sorted_array), wide(queries), side))
+    many = jax.vmap(lambda a, x: jaxkern.searchsorted(a, x, side))(
+        jnp.arange(6.0).reshape(2, 3), jnp.arange(8.0).reshape(2, 4)
+    )
+    assert many.tolist() == [[0, 1, 2, 3], [1, 2, 3, 3]] if side == "left" else [[1, 2, 3, 3], [2, 3, 3, 3]]
+
+
+def test_bincounts():
+    x = np.array([[1, 3, -2], [7, 1, 1 << 30]])
+    for dtype in ("int32", "int8", "uint8", "bool"):
+        own = x.astype(dtype)
+        np.testing.assert_array_equal(
+            jaxkern.bincount(own, 4), np.bincount(np.maximum(own.astype(int), 0).ravel(), minlength=4)[:4]
+        )
+    assert jaxkern.bincount(x[0], 0).shape == (0,) and jaxkern.bincount(x[:0], 3).tolist() == [0, 0, 0]
+    found = jax.vmap(lambda x: jaxkern.bincount(x, 4), 1)(jnp.asarray(x))
+    np.testing.assert_array_equal(found, [jnp.bincount(column, length=4) for column in x.T])
+    weights = jnp.arange(6.0, dtype=jnp.bfloat16).reshape(x.shape)
+    np.testing.assert_array_equal(jaxkern.bincount(x, 4, weights), [2, 4, 0, 1])
+    assert jaxkern.bincount(x, 4, weights).dtype == jnp.bfloat16
+
+
+EDGES = np.array([-2.0, 0.0, 0.5, 0.5, 3.0])
+
+
+@pytest.mark.parametrize("bins, limits, weighted", [(7, None, True), (4, (-1, 1.5), False), (EDGES, None, True)])
+def test_histograms(bins, limits, weighted):
+    """As jnp, with elements on edges and outside."""
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.normal(size=500), [-2, 0, 0.5, 3, 3]]).astype(np.float32)
+    weights = rng.random(x.shape).astype(np.float32) if weighted else None
+    for density in (False, True):
+        found = jaxkern.histogram(x, bins, limits, weights, density=density)
+        exact = jnp.histogram(x, bins, limits, weights, density)
+        for a, b in zip(found, exact, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-6)
+            assert a.dtype == b.dtype
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: jaxkern.sort_pairs(jnp.ones(3), jnp.ones(4)), ValueError, "sort_pairs: values of shape"),
+        (lambda: jaxkern.searchsorted(jnp.ones((2, 2)), 1.0), ValueError, "searchsorted: array must have one"),
+        (lambda: jaxkern.bincount(jnp.ones(3), 2), TypeError, "bincount: x must be an array of integers"),
+        (lambda: jaxkern.bincount(jnp.arange(3), 2, jnp.ones(4)), ValueError, "bincount: weights of shape"),
+        (lambda: jaxkern.histogram(jnp.ones(3), 0), ValueError, "histogram: bins must be 1 or more"),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=f"jaxkern.{message}"):
+        call()
