@@ -1,5 +1,8 @@
 """Checks of launch plans that the tests of every family share."""
 
+import collections
+import re
+
 import pytest
 
 from jaxkern._core import device, launch, registry
@@ -18,17 +21,6 @@ needs_nvrtc = pytest.mark.skipif(
 )
 
 _SIZES = {"u8": 1, "i32": 4, "u32": 4, "f32": 4}
-
-
-def on_other_gpus(names):
-    """(capability, name) of kernels that also compile for 90: each for one GPU before it, and every third for one after it.
-
-    Kernels differ in their source between those before 90 and the others (`__CUDA_ARCH__` in ffi/kernels).
-    """
-    for n, name in enumerate(names):
-        yield (80, 86, 89)[n % 3], name
-        if n % 3 == 0:
-            yield (100, 120)[n // 3 % 2], name
 
 
 def layout(arg) -> tuple[int, int]:
@@ -70,3 +62,35 @@ def check_limits(plan: launch.Plan, on: device.Device) -> None:
 def kernels(plan: launch.Plan, unaligned=True) -> set:
     """(header, kernel) of every launch."""
     return {(step.header, step.name) for step in (*plan.launches, *((plan.unaligned or ()) if unaligned else ()))}
+
+
+def of_each_kind(kernels) -> list:
+    """One (header, name) of those that differ only in their types: the first of the first kind, the second of the second..."""
+    kinds = collections.defaultdict(list)
+    for header, name in sorted(kernels):
+        kind = re.sub(r"\b(float|double|__half|__nv_bfloat16|u?int\d+_t)\b", "T", name)
+        kinds[header, kind].append((header, name))
+    return [alike[n % len(alike)] for n, alike in enumerate(kinds.values())]
+
+
+def compile_kernels(kernels, capability) -> None:
+    """Compiles these (header, name), those of one header in one program: most of its time NVRTC reads headers."""
+    by_header = collections.defaultdict(set)
+    for header, name in kernels:
+        by_header[header].add(name)
+    for header, (first, *others) in by_header.items():
+        source = "template <auto kernel> struct Used {};\n" + "".join(f"template struct Used<&{n}>;\n" for n in others)
+        image, *_ = registry.kernels.module.compile(header, first, capability, source)
+        assert len(set(re.findall(rb"\.text\.(\w+)", image))) == len(others) + 1
+
+
+def compile_on_other_gpus(kernels) -> None:
+    """Compiles kernels that compile for 90 too: each for one GPU before it, and every third for one after it.
+
+    Kernels differ in their source between those before 90 and the others (`__CUDA_ARCH__` in ffi/kernels).
+    """
+    kernels = list(kernels)
+    for n, capability in enumerate((80, 86, 89)):
+        compile_kernels(kernels[n::3], capability)
+    for n, capability in enumerate((100, 120)):
+        compile_kernels(kernels[3 * n :: 6], capability)

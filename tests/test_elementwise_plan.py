@@ -215,7 +215,7 @@ def test_structs_are_laid_out_as_in_the_kernels():
 @needs_nvrtc
 def test_kernels_compile():
     """One of every functor, in turns of all types, flat and strided."""
-    done = set()
+    done, kernels = set(), set()
     turn = itertools.cycle(range(3))
     for kernel in table.kernels():
         if (kernel.functor, kernel.coarse) in done or kernel.computing == "f64":
@@ -226,16 +226,16 @@ def test_kernels_compile():
             continue
         several = len(kernel.operands) - kernel.parameters > 1
         p = planned(kernel, [(3, 8), (1, 8)] if several and n else [(3, 8)], (3, 8))
-        MODULE.compile(p.launches[0].header, p.launches[0].name, 90)
+        kernels.add((p.launches[0].header, p.launches[0].name))
+    plans.compile_kernels(kernels, 90)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
 def test_kernels_compile_for_every_gpu(capability):
     add = next(k for k in table.kernels() if k.key == "add(bf16,bf16)->bf16")
-    for shapes, full in (([(1 << 27,)], (1 << 27,)), ([(64, 128), (1, 128)], (64, 128))):
-        for step in steps(planned(add, shapes, full)):
-            MODULE.compile(step.header, step.name, capability)
+    calls = ([(1 << 27,)], (1 << 27,)), ([(64, 128), (1, 128)], (64, 128))
+    plans.compile_kernels({(s.header, s.name) for call in calls for s in steps(planned(add, *call))}, capability)
 
 
 @pytest.mark.skipif(MODULE is None, reason="the runtime is not built")

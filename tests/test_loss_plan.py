@@ -8,7 +8,17 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from plans import DEVICES, check_limits, kernels, layout, needs_nvrtc, needs_runtime, on_other_gpus
+from plans import (
+    DEVICES,
+    check_limits,
+    compile_kernels,
+    compile_on_other_gpus,
+    kernels,
+    layout,
+    needs_nvrtc,
+    needs_runtime,
+    of_each_kind,
+)
 from reference import DTYPES
 
 import jaxkern
@@ -155,8 +165,7 @@ def test_kernels_compile():
         for dtype in ("float16", "float32", "float64"):
             names |= kernels(make(which, shape, axis, dtype), unaligned=False)
         names |= kernels(make(which, shape, axis, "bfloat16", shape))
-    for name in names:
-        assert registry.kernels.module.compile(*name, 90)[0]
+    compile_kernels(of_each_kind(names), 90)
     templates = {name.split("<")[0]: (header, name) for header, name in sorted(names)}
     assert set(templates) == {
         "LossRows",
@@ -167,8 +176,7 @@ def test_kernels_compile():
         "SoftmaxRegisters",
         "BothPipeline",
     }
-    for capability, name in on_other_gpus(templates.values()):
-        assert registry.kernels.module.compile(*name, capability)[0]
+    compile_on_other_gpus(templates.values())
 
 
 LOWERED = """

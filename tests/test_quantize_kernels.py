@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plans import DEVICES, check_limits, kernels, needs_nvrtc, needs_runtime
+from plans import DEVICES, check_limits, compile_kernels, kernels, needs_nvrtc, needs_runtime
 from problems import WIDTHS
 from test_quantize import DTYPES, TYPES, plan_of, rows, same
 from test_quantize_fused import EPS, NAMES, close, given_scale, normalised, quantized_as
@@ -214,5 +214,4 @@ def test_kernels_compile(capability):
         *[jax.core.ShapedArray((), jnp.dtype("float32"))] * given,
     ]
     tiles = plan.tiles(device.H200, avals, None, dtype=to)
-    for header, kernel in sorted(kernels(found, unaligned=False) | kernels(tiles, unaligned=capability == 90)):
-        assert registry.kernels.module.compile(header, kernel, capability, "")
+    compile_kernels(kernels(found, unaligned=False) | kernels(tiles, unaligned=capability == 90), capability)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from indexed import FLOATS, values
-from plans import on_other_gpus
+from plans import compile_kernels, compile_on_other_gpus
 
 import jaxkern
 from jaxkern import algorithms
@@ -174,14 +174,12 @@ def test_algorithms():
 
 @needs_nvrtc
 def test_kernels_compile():
-    compile = registry.kernels.module.compile
     names = set()
     for problem, dtype, ordered, backward in EVERY:
         if dtype == ("bfloat16" if backward else "float32") and problem in PROBLEMS[2:10]:
             found = planned(problem, dtype, ordered, backward)[0]
             names |= {(step.header, step.name) for step in (*found.launches, *(found.unaligned or ()))}
-    for header, name in sorted(names):
-        assert compile(header, name, 90)[0]
+    compile_kernels(names, 90)
     op = "jaxkern::SegmentForward<double>"
     samples = [
         ("tiles", f"SegmentTiles<{op}, jaxkern::Rows::kElements>"),
@@ -189,8 +187,7 @@ def test_kernels_compile():
         ("tiles", f"SegmentRewrite<{op}, jaxkern::Rows::kElements>"),
         ("walk", f"SegmentWalk<{op}, 1, 4>"),
     ]
-    for capability, (header, name) in on_other_gpus(samples):
-        assert compile(f"segment_softmax/{header}.cuh", name, capability)[0]
+    compile_on_other_gpus((f"segment_softmax/{header}.cuh", name) for header, name in samples)
 
 
 # ---- what kernels are handed

@@ -8,7 +8,16 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from plans import DEVICES, check_limits, kernels, layout, needs_nvrtc, needs_runtime, on_other_gpus
+from plans import (
+    DEVICES,
+    check_limits,
+    compile_kernels,
+    compile_on_other_gpus,
+    kernels,
+    layout,
+    needs_nvrtc,
+    needs_runtime,
+)
 from problems import ROWS, WIDTHS
 from reference import DTYPES
 
@@ -226,8 +235,7 @@ def test_kernels_compile():
     names |= kernels(fused((4, 9, 1000), "key", "float64"))
     names |= kernels(fused((4, 9, 1000), "scale", "float16", "output_grad", causal=True))
     assert len(names) > 40
-    for name in sorted(names):
-        assert registry.kernels.module.compile(*name, 90)[0]
+    compile_kernels(names, 90)
     templates = {name.split("<")[0] + "Fused" * ("Fused" in name): (header, name) for header, name in sorted(names)}
     assert set(templates) == {
         "SoftmaxRegisters",
@@ -242,8 +250,8 @@ def test_kernels_compile():
         "SoftmaxStreamingFused",
     }
     pipeline = templates.pop("SoftmaxPipeline")  # Hopper's and later data-centre GPUs'
-    for capability, name in ((100, pipeline), *on_other_gpus(templates.values())):
-        assert registry.kernels.module.compile(*name, capability)[0]
+    compile_kernels([pipeline], 100)
+    compile_on_other_gpus(templates.values())
 
 
 # ---- programs
