@@ -1,6 +1,5 @@
 """Launch lists of index_add and the segment operations: coverage, limits, layouts, kernels, programs. Needs no GPU."""
 
-import collections
 import itertools
 import pathlib
 import re
