@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks OPERATION | sharding | programs | plot | compare | selftest`."""
+"""The command line: `python -m benchmarks OPERATION | sharding | programs | curves | plot | compare | selftest`."""
 
 from __future__ import annotations
 
@@ -103,6 +103,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--force", action="store_true", help="these sets take every case that kernels can run")
     _add_out(p)
+    p = commands.add_parser(
+        "curves", help="compare the losses of programs in training, plain and under jaxkern.accelerate()"
+    )
+    p.add_argument("--quick", action="store_true", help="small programs")
+    p.add_argument("--cases", default="", metavar="REGEX", help="only the programs whose name and dtype match")
+    p.add_argument("--seeds", type=int, default=4, help="runs of each program, from other parameters")
+    p.add_argument("--steps", type=int, default=200)
+    p.add_argument("--only", action="append", metavar="A,B", help="as for programs")
+    p.add_argument("--without", action="append", metavar="A,B", help="as for programs")
+    p.add_argument("--force", action="store_true", help="take every case that kernels can run, as without a GPU")
+    _add_out(p)
     p = commands.add_parser("plot", help="draw the figures of result files, for light and for dark pages")
     p.add_argument(
         "files",
@@ -177,6 +188,12 @@ def main(argv: list[str]) -> int:
         if arguments.explain:
             return programs.explain(arguments)
         return _write(data := programs.run(arguments), programs.table(data), arguments.out)
+    if arguments.command == "curves":
+        from benchmarks import curves
+
+        path = _report.save(data := curves.run(arguments), arguments.out)
+        print(_report.header(data), curves.table(data), f"written: {path}", sep="\n")
+        return int(any(not goal["met"] for row in data["results"] for goal in row["goals"]))
     return _operation(arguments)
 
 

@@ -43,11 +43,16 @@ LATER = 5.0  # seconds that the first accelerated step may take longer
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """init(): parameters and state of the optimizer; step(state, *data): the next state, and the loss."""
+    """init(): parameters and state of the optimizer; step(state, *data): the next state, and the loss.
+
+    params(key): parameters, None if there are none; begin(params): what `init` returns, from these.
+    """
 
     init: Callable[[], Any]
     step: Callable[..., Any]
     data: tuple[np.ndarray, ...]
+    params: Callable[[Any], Any] | None = None
+    begin: Callable[[Any], Any] = lambda params: params
 
     def specs(self) -> tuple[Any, ...]:
         dtype = lambda a: jax.dtypes.canonicalize_dtype(a.dtype, allow_extended_dtype=True)
@@ -69,9 +74,8 @@ class Program:
 
 
 def _optimized(optimizer, loss, make_params, data) -> Training:
-    def init():
-        params = make_params(jax.random.key(0))
-        return params, optimizer.init(params)
+    begin = lambda params: (params, optimizer.init(params))
+    init = lambda: begin(make_params(jax.random.key(0)))
 
     def step(state, *data):
         import optax
@@ -81,7 +85,7 @@ def _optimized(optimizer, loss, make_params, data) -> Training:
         updates, moments = optimizer.update(gradient, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
-    return Training(init, step, data)
+    return Training(init, step, data, make_params, begin)
 
 
 def _zipf(rng, exponent, shape, below):

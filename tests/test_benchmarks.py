@@ -10,12 +10,13 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import ON_GPU
 
 import jaxkern
 from benchmarks import __main__ as main
-from benchmarks import _geometric, _goals, _plot, _report, _run, _timing, _torch, programs, sharding
+from benchmarks import _geometric, _goals, _plot, _report, _run, _timing, _torch, curves, programs, sharding
 from benchmarks.__main__ import OPERATIONS
 from jaxkern._core import switch
 
@@ -64,7 +65,7 @@ def test_a_small_case(name, monkeypatch, tmp_path):
     assert case.name in _report.table(data)
 
 
-@pytest.mark.parametrize("command", ["softmax", "sharding", "programs"])
+@pytest.mark.parametrize("command", ["softmax", "sharding", "programs", "curves"])
 def test_a_part_is_not_written_among_whole_runs(command, capsys):
     def chosen(*arguments):
         parser = main._parser()
@@ -115,6 +116,27 @@ def test_whole_programs(tmp_path):
         assert set(row["times"]) == set(row["loss"]) == {_goals.OURS, "xla"}
         assert row["loss"][_goals.OURS] == pytest.approx(row["loss"]["xla"], rel=1e-3)
         assert row["decisions"] and row["case"] in programs.table(data)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.1])
+def test_loss_curves(wrong, monkeypatch):
+    """Losses that rounding alone sets apart are close; others are not, though both fall."""
+
+    def loss(w, x):
+        error = wrong if jaxkern.installed() else 0
+        return jnp.mean(jnp.square(x / jnp.sum(x * x, -1, keepdims=True) @ w - 1)) + error
+
+    make = lambda dtype, small: programs._optimized(
+        optax.sgd(1.0), loss, lambda key: jax.random.normal(key, (16, 4)), (np.ones((8, 16), np.float32),)
+    )
+    monkeypatch.setattr(programs, "programs", lambda: [programs.Program("rows", "float32", make)])
+    options = argparse.Namespace(quick=True, cases="", seeds=2, steps=20, only=["rows"], without=None, force=False)
+    rows = (data := curves.run(options))["results"]
+    assert [r["case"] for r in rows] == ["rows", "rows [only rows]"] and "[only rows]" in curves.table(data)
+    for row in rows:
+        assert row["goals"][0]["met"] == (not wrong)
+        assert np.shape(row["curves"]["xla"]) == (2, 20) and row["curves"]["xla"][0] != row["curves"]["xla"][1]
+        assert 0 < row["distance"]["nearby"] < 1e-4
 
 
 @pytest.mark.parametrize("endless", ["", "four steps did not end"])
