@@ -13,7 +13,7 @@ from indexed import FLOATS, INDEX_DTYPES, INTEGERS
 
 import jaxkern
 from jaxkern._core import compat, device, launch, registry
-from jaxkern._ops.indexing import gather_plan
+from jaxkern._ops.indexing import gather_plan, tuning
 from jaxkern._ops.indexing.primitive import Rules
 
 needs_nvrtc = pytest.mark.skipif(
@@ -56,9 +56,9 @@ def test_a_thread_for_every_vector(problem, dtype):
         vector = {name: size for size, name in gather_plan.VECTORS.items()}[re.match(r"Gather<(\w+)", step.name)[1]]
         assert vector >= least and (found.unaligned is None or steps is found.launches or vector == size)
         (grid, *_), (threads, *_) = step.grid3(), step.block3()
-        each = threads * gather_plan.GATHERED * vector
+        each = threads * tuning.GATHERED * vector
         assert (grid - 1) * each < total <= grid * each and grid < 2**31 and threads <= 1024
-        assert ("uint32_t>" in step.name) == (total // vector + threads * gather_plan.GATHERED < 2**31 - 1)
+        assert ("uint32_t>" in step.name) == (total // vector + threads * tuning.GATHERED < 2**31 - 1)
 
 
 def test_fill_and_flags():

@@ -13,7 +13,7 @@ import pytest
 from plans import DEVICES, check_limits, compile_kernels, kernels, layout, needs_nvrtc
 
 from jaxkern._core import compat, device, functor, registry
-from jaxkern._ops.group_norm import plan, primitive, reference
+from jaxkern._ops.group_norm import plan, primitive, reference, tuning
 
 # [samples, rows, groups, channels of a group, inner]
 SHAPES = [
@@ -149,7 +149,7 @@ def check_coverage(chosen, p):
             assert p.channels % pack == 0 and m["steps"] == p.rows and m["across"] <= 256
             assert m["tiles"] * m["across"] * pack >= p.channels > (m["tiles"] - 1) * m["across"] * pack
         down = lanes or 256 // m["across"]
-        assert m["length"] <= plan._THREAD_STEPS * down
+        assert m["length"] <= tuning.THREAD_STEPS * down
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")

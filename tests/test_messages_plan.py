@@ -11,7 +11,7 @@ from plans import DEVICES, check_limits, layout, needs_nvrtc
 
 import jaxkern
 from jaxkern._core import compat, device, functor, launch, registry
-from jaxkern._ops.messages import plan, reference
+from jaxkern._ops.messages import plan, reference, tuning
 from jaxkern._ops.messages.edges import ENDS as ALL_ENDS
 from jaxkern._ops.messages.edges import WIDTH
 
@@ -99,14 +99,14 @@ def test_reductions(shapes, dtypes, reduction):
         same(*p.run(reduction=reduction, unaligned=True))
 
 
-CHUNK = plan.SHORTEST_CHUNK
+CHUNK = tuning.SHORTEST_CHUNK
 
 
 @needs_compiler
 def test_rows_that_do_not_fill_blocks_and_rows_of_several():
     """Rows of 25 threads, five to a block, and rows that several blocks share: 250 threads, and 130 and 514 of two vectors."""
     for width in (100, 1000, 1040, 4112):
-        p = Problem([(width,), (1,), (width,)], [FLOAT] * 3, edges=2 * plan.CHUNK, nodes=9, skew=0.8)
+        p = Problem([(width,), (1,), (width,)], [FLOAT] * 3, edges=2 * tuning.CHUNK, nodes=9, skew=0.8)
         same(*p.run(reduction="sum"))
         assert p.algorithm == "chunks"
     p = Problem([(4112,), (1,), (4112,)], [FLOAT] * 3, edges=8, nodes=9)  # 257 threads of four vectors each
@@ -204,7 +204,7 @@ def test_every_plan_can_run(dtype, on, x64):
             found += [plan.map_plan(on, operands, None, summed=k, **params) for k in (0, len(shapes[0]))]
             for p in found:
                 check_limits(p, on)
-            assert found[0].algorithm == ("chunks" if edges > plan.CHUNK else "rows")
+            assert found[0].algorithm == ("chunks" if edges > tuning.CHUNK else "rows")
 
 
 def test_chunks_are_short_in_small_graphs():

@@ -18,7 +18,7 @@ import jaxkern
 from jaxkern import algorithms
 from jaxkern._core import compat, device, launch, registry
 from jaxkern._ops.indexing.primitive import Rules
-from jaxkern._ops.segment_softmax import plan, primitive, reference
+from jaxkern._ops.segment_softmax import plan, primitive, reference, tuning
 
 needs_runtime = pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason)
 needs_nvrtc = pytest.mark.skipif(
@@ -97,7 +97,7 @@ def test_limits(on):
                 grid, block = step.grid3(), step.block3()
                 static = 16 * 1024  # of SegmentTiles in double, and less of others
                 assert 0 < grid[0] < 2**31 and grid[1:] == (1, 1) and 0 < block[0] <= 1024
-                assert step.shared + static <= plan.SHARED_BYTES <= on.shared_memory
+                assert step.shared + static <= tuning.SHARED_BYTES <= on.shared_memory
                 used = [b for arg in step.args for b in buffers(arg)]
                 assert ("scratch" in {b.kind for b in used}) == (found.scratch > 0)
         assert (
@@ -136,14 +136,16 @@ def test_every_place_is_in_one_tile():
             if found.algorithm == "walk":
                 warps, log_lanes, strips = shape.members[0].value, shape.members[3].value, shape.members[4].value
                 vector, parts = map(int, re.search(r">, (\d), (\d)>", steps[0].name).groups())
-                assert warps == p.outer * tiles * strips <= steps[0].grid * plan.WALK_WARPS
+                assert warps == p.outer * tiles * strips <= steps[0].grid * tuning.WALK_WARPS
                 width = vector * parts << log_lanes
                 assert (strips - 1) * width < p.inner <= strips * width and 1 << log_lanes <= 32
                 assert vector == 1 or (steps is found.launches and p.inner * p.itemsize % 16 == 0)
             else:
                 columns, column_tiles, spans, held = (m.value for m in shape.members[:4])
-                assert (column_tiles - 1) * columns < p.inner <= column_tiles * columns and columns <= plan.TILE_COLUMNS
-                assert spans * columns <= plan.TILE_THREADS and steps[0].grid == p.outer * tiles * column_tiles
+                assert (
+                    column_tiles - 1
+                ) * columns < p.inner <= column_tiles * columns and columns <= tuning.TILE_COLUMNS
+                assert spans * columns <= tuning.TILE_THREADS and steps[0].grid == p.outer * tiles * column_tiles
                 room = spans * (15 if p.itemsize == 8 else 31)
                 assert places + lookahead == room and held >= room * columns + 16 // p.itemsize
                 assert steps[0].shared >= 4 * (room + 2)  # keys
@@ -152,7 +154,7 @@ def test_every_place_is_in_one_tile():
                 if "kContiguous" in steps[0].name:
                     assert column_tiles == 1 and not ordered and (p.batch == 1 or p.outer == 1)
                 if len(steps) == 3:
-                    assert -(-steps[2].args[2].value // steps[2].grid) <= plan.TILE_THREADS
+                    assert -(-steps[2].args[2].value // steps[2].grid) <= tuning.TILE_THREADS
 
 
 def test_a_slice_is_cut_alike_in_any_batch():

@@ -35,6 +35,7 @@ from jaxkern._core.launch import (
     scratch,
     struct,
 )
+from jaxkern._ops.cross_entropy import tuning
 from jaxkern._ops.softmax.plan import PARAMS as SOFTMAX_PARAMS
 
 ALGORITHMS = ("sub_warp", "warp", "block", "pipeline", "streaming", "split", "column")
@@ -42,17 +43,6 @@ ALGORITHMS = ("sub_warp", "warp", "block", "pipeline", "streaming", "split", "co
 DTYPES = tuple(FLOAT_BYTES)
 PASSES = ("loss", "gradient", "both")
 _LABELS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-
-# Of the kernels.
-_GROUP_THREADS, _STREAM_THREADS, _BLOCK_THREADS = 128, 256, 512
-_COLUMN_WARPS = 8
-_SUB_WARP_VECTORS, _WARP_VECTORS = 16 * 4, 32 * 4  # that a group holds in registers
-_CLUSTER_BLOCKS = 16
-_CHUNK_VECTORS, _SLOTS = 1024, 13  # of the pipeline's ring in shared memory
-_RING_BYTES = 16 * _CHUNK_VECTORS * _SLOTS
-
-_GRADIENT_PART_VECTORS = 512  # of a row, that a group writes; down to a quarter if there are few
-_LOSS_PART_VECTORS = 2048  # of a row that several blocks share, at least
 
 
 class Problem(typing.NamedTuple):
@@ -97,7 +87,7 @@ class Problem(typing.NamedTuple):
 
 def _parts(p: Problem, device) -> int:
     """How many blocks share a row of the split loss."""
-    return min(ceil_div(ceil_div(p.width, p.vector), _LOSS_PART_VECTORS), ceil_div(4 * device.sm_count, p.rows))
+    return min(ceil_div(ceil_div(p.width, p.vector), tuning.LOSS_PART_VECTORS), ceil_div(4 * device.sm_count, p.rows))
 
 
 def fits(algorithm: str, p: Problem, device) -> bool:
@@ -109,17 +99,17 @@ def fits(algorithm: str, p: Problem, device) -> bool:
     narrow = not p.masked and p.dtype != "float64"
     in_registers = p.which == "both" and narrow
     if algorithm == "sub_warp":
-        return narrow and p.vectors <= _SUB_WARP_VECTORS
+        return narrow and p.vectors <= tuning.SUB_WARP_VECTORS
     if algorithm == "warp":
-        return p.which != "both" or (in_registers and p.touched <= _WARP_VECTORS)
+        return p.which != "both" or (in_registers and p.touched <= tuning.WARP_VECTORS)
     if algorithm == "block":
         # A thread holds 8 vectors; 4 in 16 bit, whose exponentials take twice the registers.
-        most = _BLOCK_THREADS * (4 if p.itemsize == 2 else 8)
+        most = tuning.BLOCK_THREADS * (4 if p.itemsize == 2 else 8)
         return p.which == "loss" or (in_registers and p.touched <= most)
     if algorithm == "pipeline":
         # Clusters, and the shared memory of a data-centre GPU.
         large = device.compute_capability >= 90 and device.shared_memory >= 227 * 1024
-        return in_registers and large and 16 * p.vectors <= _CLUSTER_BLOCKS * _RING_BYTES
+        return in_registers and large and 16 * p.vectors <= tuning.CLUSTER_BLOCKS * tuning.RING_BYTES
     return p.which != "gradient" and (algorithm == "streaming" or _parts(p, device) > 1)
 
 
@@ -140,7 +130,7 @@ def choose(p: Problem, device) -> str:
         return "warp" if p.rows >= (24 if p.vectors <= 1024 else 60) * device.sm_count else "block"
     if fits("warp", p, device):
         return "warp"
-    if few and p.rows * _CLUSTER_BLOCKS < device.sm_count // 2 and p.vectors >= 16384:
+    if few and p.rows * tuning.CLUSTER_BLOCKS < device.sm_count // 2 and p.vectors >= 16384:
         return "split"
     return next(a for a in ("block", "pipeline", "streaming") if fits(a, p, device))
 
@@ -213,7 +203,7 @@ class _Call(typing.NamedTuple):
         return 4 if self.p.masked or self.p.itemsize == 8 else 6
 
 
-def _rows(call: _Call, kernel: str, lanes: int, params, grid: int, threads=_GROUP_THREADS) -> Launch:
+def _rows(call: _Call, kernel: str, lanes: int, params, grid: int, threads=tuning.GROUP_THREADS) -> Launch:
     return Launch("cross_entropy/rows.cuh", f"{kernel}<{call.kind}, {lanes}, {call.masked}>", [params], grid, threads)
 
 
@@ -228,10 +218,10 @@ def _loss(call: _Call, algorithm: str) -> list[Launch]:
     if algorithm in ("sub_warp", "warp"):
         # Groups that live as long as the kernel: as many as the GPU runs at once, or as there are rows.
         lanes = _lanes(p, algorithm)
-        grid = min(ceil_div(p.rows, _GROUP_THREADS // lanes), call.blocks_per_sm * call.device.sm_count)
+        grid = min(ceil_div(p.rows, tuning.GROUP_THREADS // lanes), call.blocks_per_sm * call.device.sm_count)
         return [_rows(call, "LossRows", lanes, call.params(), grid)]
     # Several blocks of few warps per multiprocessor: while one of them waits at the end of a row, others do not.
-    threads = min(_STREAM_THREADS, max(128, 32 * ceil_div(ceil_div(p.width, p.vector), 4 * 32)))
+    threads = min(tuning.STREAM_THREADS, max(128, 32 * ceil_div(ceil_div(p.width, p.vector), 4 * 32)))
     if algorithm != "split":
         return [_rows(call, "LossRows", 0, call.params(), p.rows, threads)]
     parts = _parts(p, call.device)
@@ -240,19 +230,22 @@ def _loss(call: _Call, algorithm: str) -> list[Launch]:
         "cross_entropy/rows.cuh",
         f"LossMerge<{call.kind}>",
         [params],
-        ceil_div(p.rows, _GROUP_THREADS // 32),
-        _GROUP_THREADS,
+        ceil_div(p.rows, tuning.GROUP_THREADS // 32),
+        tuning.GROUP_THREADS,
     )
     return [_rows(call, "LossRows", 0, params, p.rows * parts, threads), merge]
 
 
 def _gradient(call: _Call, algorithm: str) -> list[Launch]:
     p, lanes = call.p, _lanes(call.p, algorithm)
-    groups = _GROUP_THREADS // lanes
+    groups = tuning.GROUP_THREADS // lanes
     vectors = ceil_div(p.width, p.vector)
     # Four times as many units as run at once, if there are enough vectors, so that few multiprocessors idle at the end.
     wanted = ceil_div(4 * call.blocks_per_sm * groups * call.device.sm_count, p.rows)
-    parts = max(ceil_div(vectors, _GRADIENT_PART_VECTORS), min(ceil_div(vectors, _GRADIENT_PART_VECTORS // 4), wanted))
+    parts = max(
+        ceil_div(vectors, tuning.GRADIENT_PART_VECTORS),
+        min(ceil_div(vectors, tuning.GRADIENT_PART_VECTORS // 4), wanted),
+    )
     return [_rows(call, "GradientRows", lanes, call.params(parts), ceil_div(p.rows * parts, groups))]
 
 
@@ -271,13 +264,15 @@ def _both_in_registers(call: _Call, algorithm: str) -> list[Launch]:
         mask=null,
         mask_view=EMPTY_VIEW,
     )
-    grid, threads = p.rows, _GROUP_THREADS
-    if vectors <= _WARP_VECTORS:
+    grid, threads = p.rows, tuning.GROUP_THREADS
+    if vectors <= tuning.WARP_VECTORS:
         lanes = 32 if algorithm != "sub_warp" or vectors > 64 else 8 if vectors <= 32 else 16
-        held, grid = 4, ceil_div(p.rows, _GROUP_THREADS // lanes)
+        held, grid = 4, ceil_div(p.rows, tuning.GROUP_THREADS // lanes)
     else:
         lanes = "jaxkern::kBlockLanes"
-        held, threads = (4, 32 * ceil_div(vectors, 4 * 32)) if p.itemsize == 2 else per_thread(vectors, _BLOCK_THREADS)
+        held, threads = (
+            (4, 32 * ceil_div(vectors, 4 * 32)) if p.itemsize == 2 else per_thread(vectors, tuning.BLOCK_THREADS)
+        )
     row = f"jaxkern::BothRow<{call.kind}, {'false' if p.whole else 'true'}>"
     name = f"SoftmaxRegisters<jaxkern::BothForward<{call.kind}>, {row}, {lanes}, {held}, 1>"
     return [Launch("cross_entropy/registers.cuh", name, [struct(softmax, call.params())], grid, threads)]
@@ -287,18 +282,20 @@ def _both_in_shared_memory(call: _Call) -> list[Launch]:
     """The smallest cluster whose blocks hold a row."""
     p, vectors = call.p, max(1, call.p.vectors)
     cluster = 1
-    while ceil_div(ceil_div(vectors, cluster), _CHUNK_VECTORS) > _SLOTS:
+    while ceil_div(ceil_div(vectors, cluster), tuning.CHUNK_VECTORS) > tuning.SLOTS:
         cluster *= 2
     # If there are few rows per cluster, all consumers together work on each.
     groups = 1 if p.rows < 4 * (call.device.sm_count // cluster) else 2
-    shared = _RING_BYTES + 8 * _SLOTS + groups * (8 * _SLOTS + 16 + (32 // groups + 32) * p.stat_bytes)
+    shared = (
+        tuning.RING_BYTES + 8 * tuning.SLOTS + groups * (8 * tuning.SLOTS + 16 + (32 // groups + 32) * p.stat_bytes)
+    )
     return [
         Launch(
             "cross_entropy/pipeline.cuh",
             f"BothPipeline<{call.kind}, {groups}>",
             [call.params(), i32(ceil_div(vectors, cluster))],
             p.rows * cluster,
-            _BLOCK_THREADS + 32,
+            tuning.BLOCK_THREADS + 32,
             cluster,
             shared,
             waves=1,
@@ -310,7 +307,7 @@ def _column(call: _Call, aligned=True) -> list[Launch]:
     p = call.p
     vector = p.vector if aligned and not p.masked and p.itemsize < 8 and p.inner % p.vector == 0 else 1
     tiles = p.rows * ceil_div(p.inner, 32 * vector)
-    useful = min(ceil_div(p.width, 4 * _COLUMN_WARPS), ceil_div(8 * call.device.sm_count, tiles))
+    useful = min(ceil_div(p.width, 4 * tuning.COLUMN_WARPS), ceil_div(8 * call.device.sm_count, tiles))
     grids = {"LossColumn": tiles, "GradientColumn": (tiles, min(max(useful, 1), MOST_BLOCKS_Y))}
     kernels = {"loss": ["LossColumn"], "gradient": ["GradientColumn"], "both": list(grids)}[p.which]
     return [
@@ -319,7 +316,7 @@ def _column(call: _Call, aligned=True) -> list[Launch]:
             f"{kernel}<{call.kind}, {vector}, {call.masked}>",
             [call.params()],
             grids[kernel],
-            32 * _COLUMN_WARPS,
+            32 * tuning.COLUMN_WARPS,
         )
         for kernel in kernels
     ]

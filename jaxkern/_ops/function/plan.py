@@ -12,14 +12,13 @@ from jaxkern._core.define import ceil_div, cpp_bool
 from jaxkern._core.dtypes import computing
 from jaxkern._core.launch import Launch, Plan, i64
 from jaxkern._core.params import Params
-from jaxkern._ops.elementwise.plan import GROUPS, THREADS, View, collapse, elementwise
+from jaxkern._ops.elementwise import tuning
+from jaxkern._ops.elementwise.plan import GROUPS, View, collapse, elementwise
 
 HEADER = "elementwise/function.cuh"
 SUMMED_ARGS = Params(HEADER, "SummedArgs")
 FUNCTOR = "Function"
 MOST_ARRAYS = 16  # operands and results of a kernel
-WAVES = 4  # of SummedKernel, whose blocks number RESIDENT on a multiprocessor
-RESIDENT = 4
 WHOLE, COLUMNS, ROWS, SCALAR, PARTIAL, PER_MATRIX = 0, 1, 2, 3, 4, 8  # Kind in function.cuh
 
 
@@ -68,9 +67,14 @@ def _summed(device, arrays, outs, shape, function, source):
     def launches(packs):
         n = pack if packs else 1
         lanes = min(32, 1 << (ceil_div(columns, n) - 1).bit_length())
-        groups, tiles = THREADS // lanes, ceil_div(columns, lanes * n)
+        groups, tiles = tuning.THREADS // lanes, ceil_div(columns, lanes * n)
         chunks = max(
-            1, min(ceil_div(WAVES * RESIDENT * device.sm_count, tiles * matrices), ceil_div(rows, 2 * groups), 65535)
+            1,
+            min(
+                ceil_div(tuning.SUM_WAVES * tuning.SUM_RESIDENT * device.sm_count, tiles * matrices),
+                ceil_div(rows, 2 * groups),
+                65535,
+            ),
         )
         chunk = ceil_div(ceil_div(rows, chunks), groups) * groups
         chunks = ceil_div(rows, chunk)
@@ -87,7 +91,7 @@ def _summed(device, arrays, outs, shape, function, source):
                 side = min(32, 1 << (count - 1).bit_length())
                 args = [launch.scratch(scratch), v.buffer, i64(several), i64(count)]
                 name = f"SumPartials<{cpp_type(computing(dtype))}, {v.cuda_type}, {side}>"
-                after.append(Launch(HEADER, name, args, ceil_div(count, side), THREADS))
+                after.append(Launch(HEADER, name, args, ceil_div(count, side), tuning.THREADS))
                 scratch += ceil_div(several * count * computing(dtype).itemsize, 128) * 128
         splat, shared = (sum((s[d] == 0) << k for k, s in enumerate(ins)) for d in (2, 1))
         moved = sum(v.bytes * math.prod(v.shape) for v in arrays)
@@ -107,7 +111,7 @@ def _summed(device, arrays, outs, shape, function, source):
             f"SummedKernel<Summed<{FUNCTOR}, Types<{types[0]}>, Types<{types[1]}>, {cpp_bool(packs)}, "
             f"{lanes}, {code}, {splat}, {shared}>>"
         )
-        first = Launch(HEADER, name, [args], (tiles, chunks, matrices), THREADS, source=source)
+        first = Launch(HEADER, name, [args], (tiles, chunks, matrices), tuning.THREADS, source=source)
         return (first, *after), scratch
 
     aligned, scratch = launches(packs)

@@ -15,30 +15,13 @@ from jaxkern._core.algorithms import pick
 from jaxkern._core.define import CUDA_TYPES, FLOAT_BYTES, ceil_div, cpp_bool
 from jaxkern._core.launch import Launch, Plan, null, operand, planned, result, scratch
 from jaxkern._core.params import Params
+from jaxkern._ops.group_norm import tuning
 
 ALGORITHMS = ("one_pass", "two_pass")
 
 PARAMS = Params("norm/group.cuh", "GroupParams")
 DTYPES = tuple(FLOAT_BYTES)
 
-_THREADS = 256  # kGroupThreads
-_THREAD_STEPS = 128  # at most: of a thread whose moments are relative to its first element
-_FEW_STEPS = 8  # per thread, where parts are made to occupy the GPU
-_RESIDENT = 3  # blocks of a multiprocessor in two passes
-_WAVES = 2  # of blocks, where parts may be that small
-_WARP_STEPS = 64  # per lane, where a warp has a channel; beyond, a block has one
-_TILE_PACKS = (16, 64)  # of the channels, in a row of threads; fewer if there are no more
-_STATISTICS_ENTRIES = 256  # of a sample and group, from which a block merges them; below, a warp
-_SUMS_COLUMNS = 32
-_HELD = 16  # packs that a thread holds in registers in one pass, and as many at most in shared memory
-_PACK_BYTES = 16 * _THREADS  # at most: of a pack of each thread
-_STATIC_BYTES = 20 << 10  # of shared memory, beside what holds packs
-_EXCHANGE_BYTES = 16 << 10  # of sums that a block gets from its cluster
-_CLUSTERS = (4, 8)  # blocks: few if they suffice for tiles of some width, as 4 fit all parts of a GPU
-_ONE_PASS_PACKS = 64
-_ONE_PASS_BYTES = (128, 64, 32)  # of a tile's rows
-_FEW_ELEMENTS = 1024  # of a group, below which its gradients are computed by kGroupSmall
-_SMALL_BYTES = 1 << 20
 _MOST = 1 << 30
 
 
@@ -103,16 +86,16 @@ def _held(p: Problem, device) -> _Held | None:
     """None if a cluster does not hold a sample of whole groups."""
     packs = p.channels // p.pack
     unit = math.lcm(p.per_group, p.pack) // p.pack  # of whole groups
-    if p.inner > 1 or p.pack * min(p.itemsizes) < 4 or unit > min(packs, _ONE_PASS_PACKS):
+    if p.inner > 1 or p.pack * min(p.itemsizes) < 4 or unit > min(packs, tuning.ONE_PASS_PACKS):
         return None
-    shared = min(_HELD, (device.shared_memory // 2 - _STATIC_BYTES) // _PACK_BYTES)
-    held = min(_HELD, shared) if p.backward else _HELD + shared
-    sizes = _CLUSTERS if device.compute_capability >= 90 else (1,)
-    for most, wanted in itertools.product(sizes, _ONE_PASS_BYTES):
+    shared = min(tuning.HELD, (device.shared_memory // 2 - tuning.STATIC_BYTES) // tuning.PACK_BYTES)
+    held = min(tuning.HELD, shared) if p.backward else tuning.HELD + shared
+    sizes = tuning.CLUSTERS if device.compute_capability >= 90 else (1,)
+    for most, wanted in itertools.product(sizes, tuning.ONE_PASS_BYTES):
         across = unit * ceil_div(wanted, unit * p.pack * max(p.itemsizes))
-        across = min(across, packs, _ONE_PASS_PACKS // unit * unit)
-        down, pair = _THREADS // across, 2 * FLOAT_BYTES[p.computing]
-        most = min(most, _EXCHANGE_BYTES // (across * p.pack * pair))
+        across = min(across, packs, tuning.ONE_PASS_PACKS // unit * unit)
+        down, pair = tuning.THREADS // across, 2 * FLOAT_BYTES[p.computing]
+        most = min(most, tuning.EXCHANGE_BYTES // (across * p.pack * pair))
         cluster = 1 << (ceil_div(p.rows, held * down) - 1).bit_length()
         if cluster <= most:
             tiles = p.samples * ceil_div(packs, across)
@@ -120,8 +103,10 @@ def _held(p: Problem, device) -> _Held | None:
             while 2 * cluster <= most and tiles * cluster < 2 * device.sm_count and p.rows > 2 * cluster * down:
                 cluster *= 2
             each = ceil_div(ceil_div(p.rows, cluster), down)
-            whole = p.rows == cluster * each * down and packs % across == _THREADS % across == 0
-            return _Held(across, cluster, min(each, _HELD), each if p.backward else max(each - _HELD, 0), whole)
+            whole = p.rows == cluster * each * down and packs % across == tuning.THREADS % across == 0
+            return _Held(
+                across, cluster, min(each, tuning.HELD), each if p.backward else max(each - tuning.HELD, 0), whole
+            )
     return None
 
 
@@ -136,7 +121,7 @@ def choose(p: Problem, device) -> str:
 
 def left_to_xla(p: Problem) -> bool:
     """Whether XLA runs the problem by default: small ones, and packs of two bytes. Estimated, not measured."""
-    return p.bytes < _SMALL_BYTES or p.pack * min(p.itemsizes) < 4
+    return p.bytes < tuning.SMALL_BYTES or p.pack * min(p.itemsizes) < 4
 
 
 # ---- launches
@@ -156,7 +141,7 @@ class _Walk(typing.NamedTuple):
 
 def _across(packs: int) -> int:
     """The packs of a tile: few threads without any, then wide."""
-    least, most = _TILE_PACKS
+    least, most = tuning.TILE_PACKS
     if packs <= most:
         return packs
     return min(range(least, most + 1), key=lambda n: (ceil_div(packs, n) * n, -n))
@@ -165,14 +150,14 @@ def _across(packs: int) -> int:
 def _walk(p: Problem, device, pack: int) -> _Walk:
     if p.inner == 1:
         across, steps = _across(p.channels // pack), p.rows
-        tiles, down = ceil_div(p.channels // pack, across), _THREADS // across
+        tiles, down = ceil_div(p.channels // pack, across), tuning.THREADS // across
         lanes = 0
     else:
         across, steps = 1, p.rows * p.inner // pack
-        lanes = down = 32 if steps <= 32 * _WARP_STEPS else _THREADS
-        tiles = ceil_div(p.channels, _THREADS // lanes)
-    wanted = _WAVES * _RESIDENT * device.sm_count // (p.samples * tiles)
-    parts = max(ceil_div(steps, _THREAD_STEPS * down), min(wanted, steps // (_FEW_STEPS * down)), 1)
+        lanes = down = 32 if steps <= 32 * tuning.WARP_STEPS else tuning.THREADS
+        tiles = ceil_div(p.channels, tuning.THREADS // lanes)
+    wanted = tuning.WAVES * tuning.RESIDENT * device.sm_count // (p.samples * tiles)
+    parts = max(ceil_div(steps, tuning.THREAD_STEPS * down), min(wanted, steps // (tuning.FEW_STEPS * down)), 1)
     length = ceil_div(steps, parts)
     return _Walk(pack, steps, length, ceil_div(steps, length), across, tiles, lanes)
 
@@ -213,7 +198,7 @@ class _Group(typing.NamedTuple):
     def op(self, w: _Walk) -> str:
         p, pack = self.p, w.pack
         types = ", ".join(CUDA_TYPES[d] for d in (p.dtype, p.out_dtype or p.dtype, self.parameters or p.dtype))
-        small = p.backward and p.rows * p.per_group * p.inner < _FEW_ELEMENTS
+        small = p.backward and p.rows * p.per_group * p.inner < tuning.FEW_ELEMENTS
         flags = (self.scale != null) + 2 * (self.bias != null) + 4 * small
         return f"jaxkern::Group<{types}, {flags}, {pack}, {w.lanes}, {p.per_group}, {w.across}>"
 
@@ -261,10 +246,10 @@ def _statistics(n: _Group, w: _Walk) -> list[Launch]:
     """Mean and variance."""
     p, header = n.p, "norm/group_two_pass.cuh"
     entries, blocks = p.per_group // n.per_entry(w), p.samples * w.parts * w.tiles
-    threads = 256 if entries * w.parts >= _STATISTICS_ENTRIES else 32
+    threads = 256 if entries * w.parts >= tuning.STATISTICS_ENTRIES else 32
     merge = f"GroupStatistics<{CUDA_TYPES[p.computing]}, {entries}, {threads}>"
     return [
-        Launch(header, f"GroupMoments<{n.op(w)}>", [n.params(w)], blocks, _THREADS),
+        Launch(header, f"GroupMoments<{n.op(w)}>", [n.params(w)], blocks, tuning.THREADS),
         Launch(header, merge, [n.params(w)], p.samples * p.groups, threads),
     ]
 
@@ -277,7 +262,7 @@ def _sums(n: _Group, w: _Walk) -> list[Launch]:
     options = f"{cpp_bool(n.scale != null)}, {cpp_bool(p.each == 1)}, {threads}"
     types = f"{computing}, {CUDA_TYPES[n.parameters or p.dtype]}, {sums}"
     launches = [
-        Launch(header, f"GroupSums<{n.op(w)}>", [n.params(w)], p.samples * w.parts * w.tiles, _THREADS),
+        Launch(header, f"GroupSums<{n.op(w)}>", [n.params(w)], p.samples * w.parts * w.tiles, tuning.THREADS),
         Launch(header, f"GroupSlopes<{types}, {options}>", [n.params(w)], p.samples * p.groups, threads),
     ]
     return [*launches, *_over_samples(n, w)]
@@ -289,8 +274,8 @@ def _over_samples(n: _Group, w: _Walk) -> list[Launch]:
     if not p.backward or p.each == 1 or n.dscale == n.dbias == null:
         return []
     name = f"GroupOverSamples<{CUDA_TYPES[p.computing]}, {CUDA_TYPES[n.gradients or p.computing]}>"
-    grid = ceil_div(p.channels, _SUMS_COLUMNS) * (p.samples // p.each)
-    return [Launch("norm/group_two_pass.cuh", name, [n.params(w)], grid, _THREADS)]
+    grid = ceil_div(p.channels, tuning.SUMS_COLUMNS) * (p.samples // p.each)
+    return [Launch("norm/group_two_pass.cuh", name, [n.params(w)], grid, tuning.THREADS)]
 
 
 def _two_pass(n: _Group, pack: int, result: bool) -> tuple[list[Launch], int]:
@@ -299,7 +284,7 @@ def _two_pass(n: _Group, pack: int, result: bool) -> tuple[list[Launch], int]:
     first = (_sums if n.p.backward else _statistics)(n, w)
     name = "GroupGradient" if n.p.backward else "GroupApply"
     blocks = n.p.samples * w.parts * w.tiles
-    second = n.result("norm/group_two_pass.cuh", f"{name}<{n.op(w)}", [n.params(w)], blocks, _THREADS)
+    second = n.result("norm/group_two_pass.cuh", f"{name}<{n.op(w)}", [n.params(w)], blocks, tuning.THREADS)
     return [*first, *([second] if result else [])], n.offsets(w)[2]
 
 
@@ -315,8 +300,8 @@ def _one_pass(n: _Group) -> tuple[list[Launch], int]:
         kinds = f"{sums}, {h.packs}, {h.cluster}, {cpp_bool(h.whole)}"
         name = "GroupGradientOnePass"
     name, blocks = f"{name}<{n.op(w)}, {kinds}", p.samples * tiles * h.cluster
-    shared = h.shared * _THREADS * p.pack * p.itemsizes[p.backward]
-    launch = n.result(header, name, [n.params(w)], blocks, _THREADS, cluster=h.cluster, shared=shared)
+    shared = h.shared * tuning.THREADS * p.pack * p.itemsizes[p.backward]
+    launch = n.result(header, name, [n.params(w)], blocks, tuning.THREADS, cluster=h.cluster, shared=shared)
     return [launch, *_over_samples(n, w)], n.offsets(w)[2]
 
 

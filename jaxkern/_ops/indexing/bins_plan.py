@@ -5,48 +5,46 @@ import functools
 from jaxkern._core.define import ceil_div, cpp_bool, cuda_type
 from jaxkern._core.launch import u32
 from jaxkern._core.params import Params
+from jaxkern._ops.indexing import tuning
 from jaxkern._ops.indexing.problem import FILL_SHAPE, WARP, fill_shape, kernel, power_of_two
 from jaxkern._ops.indexing.sort import bits_for, digits, radix_sort
 
 BIN_SHAPE = Params("indexing/bins.cuh", "BinShape")
-FEW_UPDATES = 16384  # few enough that every block may read all indices
-BIN_BITS, BINS, WIDE_BINS, FEW_BINS, BIN_WINDOW = 11, 1 << 11, 16384, 32, 16
-BIN_THREADS, WIDE_THREADS, BIN_WARPS, WINDOW_THREADS, WINDOW_EACH, SPAN_THREADS = 256, 128, 8, 768, 16, 512
 
 
 def bin_chunk(positions, bins) -> int:
     """Positions of a block."""
-    return power_of_two(positions // (512 if bins > BINS else 1024), 4096, 32768)
+    return power_of_two(positions // (512 if bins > tuning.BINS else 1024), 4096, 32768)
 
 
 def bin_bytes(bins, copies) -> int:
     """Shared memory of a block: bins, and one flag bit per bin and warp. copies == 0: each thread has its own bins."""
     if copies == 0:
-        return bins * BIN_THREADS * 4
-    flags = BINS // 32 if bins <= BINS else ceil_div(bins, 32)
-    return 4 * (copies * bins + (WIDE_THREADS // WARP if copies == 1 else copies) * flags)
+        return bins * tuning.BIN_THREADS * 4
+    flags = tuning.BINS // 32 if bins <= tuning.BINS else ceil_div(bins, 32)
+    return 4 * (copies * bins + (tuning.WIDE_THREADS // WARP if copies == 1 else copies) * flags)
 
 
 def windows_of(slices, rows, count) -> int:
-    """The number of blocks if each takes BIN_WINDOW rows of a slice and reads all of its updates; 0 if that is slower."""
+    """The number of blocks if each takes tuning.BIN_WINDOW rows of a slice and reads all of its updates; 0 if that is slower."""
     most_read = 1 << 23  # indices that all blocks read together, from L2
-    if rows > BINS or count > (1 << 17 if rows > 32 else FEW_UPDATES):
+    if rows > tuning.BINS or count > (1 << 17 if rows > 32 else tuning.FEW_UPDATES):
         return 0
-    windows = ceil_div(rows, BIN_WINDOW)
+    windows = ceil_div(rows, tuning.BIN_WINDOW)
     return windows if slices * windows <= 512 and slices * windows * count <= most_read else 0
 
 
 def narrow(p, run, fills, aligned, scratch):
     template, indices = f"{p.reduction}, {cuda_type(p.dtype)}", run.indices
     positions, part, step = indices.positions, indices.part, functools.partial(kernel, "bins")
-    if p.rows > WIDE_BINS:
+    if p.rows > tuning.WIDE_BINS:
         return narrow_sorted(p, run, fills, scratch, template)
     slices, count, rows = part.batch * p.outer, part.count, part.rows
     windows = windows_of(slices, rows, count)
     whole = aligned and indices.buffer.offset % 16 == 0 and indices.plain and (part.batch == 1 or count % 4 == 0)
-    if windows and (whole or count <= FEW_UPDATES):
+    if windows and (whole or count <= tuning.FEW_UPDATES):
         # As few passes over the updates as possible, and as many threads as they keep busy; whole vectors of bins.
-        each, unit = WINDOW_EACH * ceil_div(count, WINDOW_EACH * WINDOW_THREADS), 4 * WARP
+        each, unit = tuning.WINDOW_EACH * ceil_div(count, tuning.WINDOW_EACH * tuning.WINDOW_THREADS), 4 * WARP
         return [
             step(
                 f"BinWindows<{template}>",
@@ -55,8 +53,8 @@ def narrow(p, run, fills, aligned, scratch):
                 ceil_div(count, each * unit) * unit,
             )
         ]
-    chunk, copies = bin_chunk(positions * p.outer, rows), 1 if rows > BINS else BIN_WARPS
-    chunks, few = ceil_div(count, chunk), rows <= FEW_BINS
+    chunk, copies = bin_chunk(positions * p.outer, rows), 1 if rows > tuning.BINS else tuning.BIN_WARPS
+    chunks, few = ceil_div(count, chunk), rows <= tuning.FEW_BINS
     if chunks > 1:
         run = run.replace(partials=scratch.take(4 * slices * chunks * rows))
     shape = BIN_SHAPE(
@@ -74,7 +72,7 @@ def narrow(p, run, fills, aligned, scratch):
             f"BinSlices<{template}, {cpp_bool(few)}>",
             [run.struct(), shape],
             slices * chunks,
-            WIDE_THREADS if copies == 1 else BIN_THREADS,
+            tuning.WIDE_THREADS if copies == 1 else tuning.BIN_THREADS,
             bin_bytes(rows, 0 if few else copies),
         )
     ]
@@ -87,28 +85,30 @@ def narrow_sorted(p, run, fills, scratch, template):
     """Sorts the elements of source by the leading bits of their keys, then adds them in bins."""
     indices, step = run.indices, functools.partial(kernel, "bins")
     # Dropped updates may mix with others, which saves a bit if the number of rows is a power of two.
-    positions, cut = indices.positions, digits(indices.positions, BIN_BITS, bits_for(indices.dropped))
+    positions, cut = indices.positions, digits(indices.positions, tuning.BIN_BITS, bits_for(indices.dropped))
     buffers = [(scratch.take(4 * positions), scratch.take(4 * positions)) for _ in range(min(cut.passes, 2))]
-    chunk = bin_chunk(positions, BINS)
+    chunk = bin_chunk(positions, tuning.BINS)
     chunks = ceil_div(positions, chunk)
     targets = [buffers[i % 2] for i in range(cut.passes)]
     pairs = targets[-1][0]  # the keys; their payload lies directly after them
     steps = radix_sort(
         indices,
         cut,
-        BIN_BITS,
+        tuning.BIN_BITS,
         targets,
         scratch.take(4 * (cut.tiles + 1) << cut.bits),
         (run.source, run.source_extra, p.size),
     )
-    run = run.replace(pairs=pairs, sorted_bits=cut.passes * cut.bits, partials=scratch.take(4 * 2 * chunks * BINS))
+    run = run.replace(
+        pairs=pairs, sorted_bits=cut.passes * cut.bits, partials=scratch.take(4 * 2 * chunks * tuning.BINS)
+    )
     fill, fill_blocks = fill_shape(indices.dropped, 1, 1, p.size) if fills else (FILL_SHAPE.empty, 0)
     shape = BIN_SHAPE(
         chunk=chunk,
         chunks=chunks,
         slices=1,
         bins=0,
-        copies=BIN_WARPS,
+        copies=tuning.BIN_WARPS,
         spans=(1 << run.sorted_bits) - 1,
         fill_after=chunks,
         fill=fill,
@@ -118,10 +118,10 @@ def narrow_sorted(p, run, fills, scratch, template):
             f"BinSorted<{template}>",
             [run.struct(), shape],
             chunks + fill_blocks,
-            BIN_THREADS,
-            bin_bytes(BINS, BIN_WARPS),
+            tuning.BIN_THREADS,
+            bin_bytes(tuning.BINS, tuning.BIN_WARPS),
         )
     )
     if chunks > 1:
-        steps.append(step(f"BinSpans<{template}>", [run.struct(), shape], chunks, SPAN_THREADS))
+        steps.append(step(f"BinSpans<{template}>", [run.struct(), shape], chunks, tuning.SPAN_THREADS))
     return steps

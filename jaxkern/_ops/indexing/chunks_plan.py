@@ -7,16 +7,13 @@ from jaxkern._core import launch
 from jaxkern._core.define import ceil_div, cpp_bool, cuda_type, divider
 from jaxkern._core.launch import i64, null, u32
 from jaxkern._core.params import Params
+from jaxkern._ops.indexing import tuning
 from jaxkern._ops.indexing.problem import REDUCTIONS, WARP, Run, kernel, power_of_two, vector_of
 from jaxkern._ops.indexing.sort import sorted_into, source_rows
 
 REDUCE_SHAPE, FIXUP_SHAPE = Params("indexing/reduce.cuh", "ReduceShape"), Params("indexing/reduce.cuh", "FixupShape")
 RANGE_SHAPE = Params("indexing/gaps.cuh", "RangeShape")
 NARROW_TILE, TILE_SHAPE = Params("indexing/narrow_rows.cuh", "NarrowTile"), Params("indexing/tiles.cuh", "TileShape")
-NARROW_INNER = 8  # the longest row, in elements, for narrow_rows.cuh
-REDUCE_THREADS, DESCRIBE_THREADS, KEYS_WRITTEN = 128, 128, 16
-NARROW_THREADS, TILE_THREADS = 256, 256
-TILE_PLACES, TILE_BYTES, TILE_LOOKAHEAD, TILE_PACKS = 2048, 45000, 32, 16
 
 
 def reduces_tiles(algorithm, p) -> bool:
@@ -24,7 +21,7 @@ def reduces_tiles(algorithm, p) -> bool:
         return False
     # Column tiles of long rows are faster if elements are too small to be loaded one by one.
     odd = p.row_bytes % 16 != 0 and (p.row_bytes <= 512 or p.size < 4)
-    return p.inner <= NARROW_INNER or odd
+    return p.inner <= tuning.NARROW_INNER or odd
 
 
 def in_flight(p) -> int:
@@ -41,7 +38,7 @@ def chunk_of(p) -> int:
     multiprocessors = 128  # a few less than there are: whole waves of threads
     whole, under_way = p.row_bytes % 16 == 0, in_flight(p)
     blocks = 4 if not whole else 8 if p.size > 2 else 7 if under_way == 4 else 5  # ReduceBlocks
-    wave = multiprocessors * blocks * REDUCE_THREADS
+    wave = multiprocessors * blocks * tuning.REDUCE_THREADS
     lanes = p.positions * p.outer * ceil_div(p.row_bytes, 16)
     least, most = 16, 500
     # One wave has the fewest chunk edges, but waits for its slowest thread. More waves are better if threads differ much in
@@ -66,13 +63,15 @@ class Tile(typing.NamedTuple):
 def tile_of(inner, size) -> Tile:
     n, column_tile, pitch = 16 // size, inner, inner
     if inner * size > 512:
-        # Column tiles of equal width that TILE_PACKS vectors hold, wherever they begin. From one position to the next the
+        # Column tiles of equal width that tuning.TILE_PACKS vectors hold, wherever they begin. From one position to the next the
         # vectors of a column tile shift as the vectors of source do, and the vectors of two positions never overlap.
-        column_tile = ceil_div(inner, ceil_div(inner, (TILE_PACKS - 1) * n + 1))
+        column_tile = ceil_div(inner, ceil_div(inner, (tuning.TILE_PACKS - 1) * n + 1))
         pitch = column_tile + 2 * n - 2
         while pitch % n != inner % n:
             pitch += 1
-    return Tile(min(TILE_PLACES, (TILE_BYTES - 512) // (pitch * size + 7)), column_tile, pitch)  # keys, ends of runs
+    return Tile(
+        min(tuning.TILE_PLACES, (tuning.TILE_BYTES - 512) // (pitch * size + 7)), column_tile, pitch
+    )  # keys, ends of runs
 
 
 def tile_places(p) -> int:
@@ -91,7 +90,7 @@ def reduced(algorithm, p, run, buffers, fills, aligned, scratch):
     indices, steps = run.indices, []
     positions, plain = indices.positions, indices.plain and not (indices.wrap and indices.signed)
     tiles = reduces_tiles(algorithm, p)
-    narrow_rows = not tiles and p.inner <= NARROW_INNER
+    narrow_rows = not tiles and p.inner <= tuning.NARROW_INNER
     if tiles:
         run = run.replace(chunk=tile_places(p))
     elif narrow_rows:
@@ -130,8 +129,8 @@ def describe(run, chunks):
     """(launches, run) that fill run.chunks, and run.keys if there are only ascending indices."""
     indices = run.indices
     describing, writing = (
-        ceil_div(chunks, DESCRIBE_THREADS),
-        ceil_div(indices.positions, DESCRIBE_THREADS * KEYS_WRITTEN),
+        ceil_div(chunks, tuning.DESCRIBE_THREADS),
+        ceil_div(indices.positions, tuning.DESCRIBE_THREADS * tuning.KEYS_WRITTEN),
     )
 
     def step(keyed, describing, writing):
@@ -140,7 +139,7 @@ def describe(run, chunks):
             f"Describe<{cpp_bool(keyed)}>",
             [run.struct(), u32(run.chunk), u32(chunks), u32(describing)],
             describing + writing,
-            DESCRIBE_THREADS,
+            tuning.DESCRIBE_THREADS,
         )
 
     if run.keys is not null:
@@ -220,13 +219,13 @@ def chunked(p, run, fills, aligned):
     vectors, chunks = ceil_div(p.inner // n, per_thread), ceil_div(run.indices.positions, run.chunk)
     threads = p.outer * chunks * vectors
     ranges, warps = range_shape(run, p.inner // n, n * p.size, True) if fills else (RANGE_SHAPE.empty, 0)
-    shape = Shape(run, vectors, threads, ceil_div(threads, REDUCE_THREADS), 0, ranges)
+    shape = Shape(run, vectors, threads, ceil_div(threads, tuning.REDUCE_THREADS), 0, ranges)
     # Larger elements in whole vectors have 4 positions in flight, rows of partial vectors 8.
     rows = 4 if whole and (p.size > 2 or (REDUCTIONS[p.op] == "kSum" and in_flight(p) == 4)) else 8
     keys_aligned = aligned and all(b is null or b.offset % 16 == 0 for b in (run.keys, run.order))
     name = f"ReduceChunks<{p.reduction}, {cuda_type(p.dtype)}, {n}, {per_thread}, {rows}, {cpp_bool(keys_aligned)}>"
-    blocks = shape.blocks + ceil_div(warps, REDUCE_THREADS // WARP)
-    return [kernel("chunks", name, [run.struct(), shape.struct()], blocks, REDUCE_THREADS), *fixup(p, shape)]
+    blocks = shape.blocks + ceil_div(warps, tuning.REDUCE_THREADS // WARP)
+    return [kernel("chunks", name, [run.struct(), shape.struct()], blocks, tuning.REDUCE_THREADS), *fixup(p, shape)]
 
 
 def narrow_reduced(p, run, fills):
@@ -234,15 +233,15 @@ def narrow_reduced(p, run, fills):
     ranges, warps = range_shape(run, p.inner, p.size, False) if fills else (RANGE_SHAPE.empty, 0)
     shape = Shape(run, p.inner, 0, p.outer * chunks, 0, ranges)
     values = (run.chunk * p.inner + 2 * n) // n * n
-    shared = values * p.sum_bytes + NARROW_THREADS * (p.sum_bytes + 4) + (run.chunk + 2) * 4 + run.chunk * 2
-    blocks = shape.blocks + ceil_div(warps, NARROW_THREADS // WARP)
+    shared = values * p.sum_bytes + tuning.NARROW_THREADS * (p.sum_bytes + 4) + (run.chunk + 2) * 4 + run.chunk * 2
+    blocks = shape.blocks + ceil_div(warps, tuning.NARROW_THREADS // WARP)
     return [
         kernel(
             "narrow_rows",
             f"ReduceNarrow<{p.reduction}, {cuda_type(p.dtype)}>",
             [run.struct(), shape.struct(), NARROW_TILE(values=values, places=run.chunk)],
             blocks,
-            NARROW_THREADS,
+            tuning.NARROW_THREADS,
             shared,
         ),
         *fixup(p, shape),
@@ -253,9 +252,9 @@ def tiled(p, run, fills):
     places, n, tile = run.chunk, 16 // p.size, tile_of(p.inner, p.size)
     column_tiles, chunks = ceil_div(p.inner, tile.columns), ceil_div(run.indices.positions, run.chunk)
     values = (places * tile.pitch + 3 * n) // n * n
-    each = next((e for e in (8, 4, 2) if places > e // 2 * TILE_THREADS), 1)
+    each = next((e for e in (8, 4, 2) if places > e // 2 * tuning.TILE_THREADS), 1)
     ranges, warps = range_shape(run, p.inner, p.size, False) if fills else (RANGE_SHAPE.empty, 0)
-    shape = Shape(run, 1, 0, p.outer * chunks * column_tiles, TILE_LOOKAHEAD, ranges)
+    shape = Shape(run, 1, 0, p.outer * chunks * column_tiles, tuning.TILE_LOOKAHEAD, ranges)
     tile = TILE_SHAPE(
         columns=tile.columns,
         pitch=tile.pitch,
@@ -265,22 +264,19 @@ def tiled(p, run, fills):
         values=values,
         each=each,
     )
-    shared = values * p.size + (places + TILE_LOOKAHEAD + 5) * 4 + (places + 1) * 2
-    blocks = shape.blocks + ceil_div(warps, TILE_THREADS // WARP)
+    shared = values * p.size + (places + tuning.TILE_LOOKAHEAD + 5) * 4 + (places + 1) * 2
+    blocks = shape.blocks + ceil_div(warps, tuning.TILE_THREADS // WARP)
     return [
         kernel(
             "tiles",
             f"ReduceTiles<{p.reduction}, {cuda_type(p.dtype)}>",
             [run.struct(), shape.struct(), tile],
             blocks,
-            TILE_THREADS,
+            tuning.TILE_THREADS,
             shared,
         ),
         *fixup(p, shape),
     ]
-
-
-FIXUP_THREADS, FIXUP_LANES, FIXUP_CHUNKS, HEAD_THREADS, HEAD_GROUP = 256, 8, 8, 128, 32
 
 
 def fixup(p, shape):
@@ -291,24 +287,24 @@ def fixup(p, shape):
     n = 16 // p.sum_bytes
     wide = p.inner % n == 0
     vectors = p.inner // n if wide else p.inner
-    lanes = FIXUP_LANES if vectors >= 5 else 4 if vectors >= 3 else vectors
-    column_tiles, pieces = ceil_div(vectors, lanes), ceil_div(chunks, FIXUP_CHUNKS)
+    lanes = tuning.FIXUP_LANES if vectors >= 5 else 4 if vectors >= 3 else vectors
+    column_tiles, pieces = ceil_div(vectors, lanes), ceil_div(chunks, tuning.FIXUP_CHUNKS)
     # One wave of blocks; most find nothing to do.
-    each = min(ceil_div(pieces * column_tiles * p.outer, 512), pieces) * FIXUP_CHUNKS
+    each = min(ceil_div(pieces * column_tiles * p.outer, 512), pieces) * tuning.FIXUP_CHUNKS
     step = ceil_div(chunks, each)
     # If the longest run would make one warp wait for memory more than 24 times.
     grouped = chunks > 24 * (8 if wide else 16) * WARP // lanes
     steps = []
     if grouped:
-        groups = (chunks - 1) // HEAD_GROUP - 1
+        groups = (chunks - 1) // tuning.HEAD_GROUP - 1
         threads = groups * p.inner * p.outer
         steps.append(
             kernel(
                 "reduce",
                 f"ReduceGroups<{template}>",
                 [run.struct(), shape.struct(), divider(p.inner), divider(groups), i64(threads)],
-                ceil_div(threads, HEAD_THREADS),
-                HEAD_THREADS,
+                ceil_div(threads, tuning.HEAD_THREADS),
+                tuning.HEAD_THREADS,
             )
         )
     fix = FIXUP_SHAPE(lanes=lanes, chunks=each, step=step, column_tiles=column_tiles, grouped=grouped)
@@ -318,7 +314,7 @@ def fixup(p, shape):
             f"ReduceFixup<{template}, {n if wide else 1}>",
             [run.struct(), shape.struct(), fix],
             column_tiles * step * p.outer,
-            FIXUP_THREADS,
+            tuning.FIXUP_THREADS,
         )
     )
     return steps

@@ -7,11 +7,11 @@ import numpy as np
 from jaxkern._core import launch
 from jaxkern._core.define import ceil_div, cuda_type, size_of
 from jaxkern._core.params import Params
+from jaxkern._ops.indexing import tuning
 
-HEADER, THREADS, GATHERED = "indexing/gather.cuh", 256, 4
+HEADER = "indexing/gather.cuh"
 SHAPE = Params(HEADER, "GatherShape")
 VECTORS = {16: "uint4", 8: "uint2", 4: "uint32_t", 2: "uint16_t"}
-FEW_BYTES = 8 << 20  # an x of this size stays in L2 without hints, and the result may stay there too
 
 # The element that an index out of range selects, as bits: NaN, the lowest integer, or the greatest unsigned one.
 FILL = {
@@ -56,7 +56,7 @@ def index_select(device, operands, results, *, rules) -> launch.Plan | None:
 
     def gather(vector):
         vectors = row_bytes // vector
-        total, each = slices * count * vectors, THREADS * GATHERED
+        total, each = slices * count * vectors, tuning.GATHER_THREADS * tuning.GATHERED
         number = "uint32_t" if total < 2**31 - 1 - each else "int64_t"
         shape = SHAPE(
             vectors=vectors,
@@ -69,7 +69,7 @@ def index_select(device, operands, results, *, rules) -> launch.Plan | None:
             fill=fill,
             wrap=rules.wrap and np.issubdtype(index.dtype, np.signedinteger),
             clip=rules.clip,
-            streams=slices * rows * row_bytes > FEW_BYTES,
+            streams=slices * rows * row_bytes > tuning.FEW_BYTES,
         )
         name = f"Gather<{VECTORS[vector]}, {cuda_type(index.dtype)}, {number}>"
         return (
@@ -78,7 +78,7 @@ def index_select(device, operands, results, *, rules) -> launch.Plan | None:
                 name,
                 [launch.operand(0), launch.operand(1), launch.result(0), shape],
                 grid=ceil_div(total, each),
-                block=THREADS,
+                block=tuning.GATHER_THREADS,
             ),
         )
 

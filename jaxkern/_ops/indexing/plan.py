@@ -20,7 +20,8 @@ from jaxkern._core.algorithms import pick
 from jaxkern._core.define import ceil_div, cpp_bool, cuda_type, size_of
 from jaxkern._core.launch import null, struct, u32
 from jaxkern._core.params import Params
-from jaxkern._ops.indexing.bins_plan import BINS, FEW_UPDATES, WIDE_BINS, narrow, windows_of
+from jaxkern._ops.indexing import tuning
+from jaxkern._ops.indexing.bins_plan import narrow, windows_of
 from jaxkern._ops.indexing.chunks_plan import reduced
 from jaxkern._ops.indexing.problem import (
     FILL_SHAPE,
@@ -42,8 +43,6 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32
 INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 DIRECT_SHAPE, SMALL_SHAPE = Params("indexing/direct.cuh", "DirectShape"), Params("indexing/small.cuh", "SmallShape")
-SMALL_COUNT = 1024  # indices: 32 for each lane of a warp
-FILL_ROW_BYTES, FILL_BYTES, FILL_ROWS = 32, 1 << 22, 8  # see _fills_first; FILL_ROWS are rows of one update
 
 
 # ---- which algorithm
@@ -56,14 +55,14 @@ def fits(algorithm: str, p: Problem, device=None) -> bool:
         case "unique":
             return p.unique
         case "small":
-            return p.count <= SMALL_COUNT
+            return p.count <= tuning.SMALL_COUNT
         case "sorted":
             return p.sorted
         case "sort":
             return True
         case "narrow":
             one_run = p.outer == 1 and p.batch * p.rows < MAX_KEYS and p.batch * p.count <= MAX_POSITIONS
-            return p.inner == 1 and p.size <= 4 and (p.rows <= WIDE_BINS or one_run)
+            return p.inner == 1 and p.size <= 4 and (p.rows <= tuning.WIDE_BINS or one_run)
         case "atomic":
             return not p.deterministic and p.adds and p.size == 4
     return False
@@ -88,16 +87,16 @@ def choose(p: Problem, device=None) -> str:
 def _small_pays(p):
     """Each update is compared with all others of its slice, once per 4 KB of its row."""
     compares = p.batch * p.outer * p.count * p.count * ceil_div(p.row_bytes, 4096)
-    return p.count <= SMALL_COUNT and (p.count <= 64 or compares <= 16e6)
+    return p.count <= tuning.SMALL_COUNT and (p.count <= 64 or compares <= 16e6)
 
 
 def _narrow_pays(p):
     positions = p.batch * p.outer * p.count
-    if p.rows <= BINS and p.count >= 4 * p.rows and positions >= 4096:
+    if p.rows <= tuning.BINS and p.count >= 4 * p.rows and positions >= 4096:
         return True
-    if p.count <= FEW_UPDATES and windows_of(p.batch * p.outer, p.rows, p.count):
+    if p.count <= tuning.FEW_UPDATES and windows_of(p.batch * p.outer, p.rows, p.count):
         return True
-    return (p.outer == 1 or p.rows <= WIDE_BINS) and positions >= 1 << 18 and p.count >= p.rows
+    return (p.outer == 1 or p.rows <= tuning.WIDE_BINS) and positions >= 1 << 18 and p.count >= p.rows
 
 
 # ---- the launches of an algorithm
@@ -133,7 +132,11 @@ def _fills_first(p) -> bool:
     float32, 274 and 108; rows of 32 bytes 45 and 49.
     """
     rows = p.batch * p.outer * p.rows
-    return p.row_bytes < FILL_ROW_BYTES and rows * p.row_bytes >= FILL_BYTES and p.rows >= FILL_ROWS * p.count
+    return (
+        p.row_bytes < tuning.FILL_ROW_BYTES
+        and rows * p.row_bytes >= tuning.FILL_BYTES
+        and p.rows >= tuning.FILL_ROWS * p.count
+    )
 
 
 # -- unique and atomic
@@ -150,16 +153,14 @@ def direct(p, run, atomic, aligned):
 
 # -- small
 
-SMALL_WARPS, SMALL_VECTORS, KEY_PITCH = 8, 4, 36
-
 
 def small(p, run, fills, aligned):
     n, positions, count = vector_of(p, aligned), run.indices.positions, run.indices.part.count
-    vectors, dtype, groups = p.inner // n, cuda_type(p.dtype), ceil_div(count, SMALL_WARPS)
+    vectors, dtype, groups = p.inner // n, cuda_type(p.dtype), ceil_div(count, tuning.SMALL_WARPS)
 
     def shared(words, pitch):
         """Keys, a list of updates per warp and a vector of sums per thread."""
-        return words * pitch * 4 + words * SMALL_WARPS * WARP * 2 + SMALL_WARPS * WARP * n * p.sum_bytes
+        return words * pitch * 4 + words * tuning.SMALL_WARPS * WARP * 2 + tuning.SMALL_WARPS * WARP * n * p.sum_bytes
 
     floats = p.dtype.kind != "i" and p.dtype.kind != "u" and p.size <= 4
     if (
@@ -171,7 +172,7 @@ def small(p, run, fills, aligned):
         and run.indices.part.batch * p.outer == 1
     ):
         # No more warps than run at once, so that they load little too early.
-        each = next(e for e in (1, 2, 4) if e == SMALL_VECTORS or ceil_div(vectors, WARP * e) * count <= 2048)
+        each = next(e for e in (1, 2, 4) if e == tuning.SMALL_VECTORS or ceil_div(vectors, WARP * e) * count <= 2048)
         column_tiles = ceil_div(vectors, WARP * each)
         if column_tiles * count <= 4096:
             words = 4 if count <= 4 * WARP else 32
@@ -191,7 +192,7 @@ def small(p, run, fills, aligned):
                 )
             ]
     each = 1
-    while each < SMALL_VECTORS and vectors * positions * p.outer > WARP * each * 4096 and vectors > WARP * each:
+    while each < tuning.SMALL_VECTORS and vectors * positions * p.outer > WARP * each * 4096 and vectors > WARP * each:
         each *= 2
     column_tiles, words = ceil_div(vectors, WARP * each), ceil_div(count, WARP)
     blocks = column_tiles * groups * run.indices.part.batch * p.outer
@@ -216,7 +217,7 @@ def small(p, run, fills, aligned):
             [run.struct(), shape],
             blocks + fill_blocks,
             256,
-            shared(words, KEY_PITCH),
+            shared(words, tuning.KEY_PITCH),
         )
     ]
 

@@ -22,6 +22,7 @@ from jaxkern._core.define import ceil_div
 from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, set_zero_jvp
 from jaxkern._core.signature import FLAT, Signature, primitive
+from jaxkern._ops.indexing import tuning
 
 # The most keys (including one for dropped updates) and positions that one run of the kernels can number in 32 bits.
 MAX_KEYS, MAX_POSITIONS = 1 << 31, 1 << 30
@@ -159,8 +160,6 @@ HEADER = "indexing/sort.cuh"
 INDICES, RADIX_PASS = Params("indexing/indices.cuh", "Indices"), Params(HEADER, "RadixPass")
 RADIX_BITS = 9  # kRadixBitsMax
 THREADS, SMALL_TILE, TILE, LARGE_TILE = 512, 2048, 4608, 8192
-UNSCANNED_TILES = 32  # up to so many of the smallest tiles, each block of RadixScatter adds up the counts itself
-SCAN_THREADS, SCAN_DIGITS, SOURCE_ROWS_THREADS = 1024, 8, 256
 SCATTER_SHARED = {SMALL_TILE: 51328, TILE: 55424, LARGE_TILE: 84096}  # bytes of ScatterShared
 
 
@@ -265,7 +264,7 @@ def radix_sort(indices: Indices, cut: Digits, low: int, targets, counts, element
         then writes (key, element) pairs of 8 bytes to its keys buffer.
     """
     steps, run, items = [], indices.struct(), cut.tile // THREADS
-    scanned = cut.tile > SMALL_TILE or cut.tiles > UNSCANNED_TILES
+    scanned = cut.tile > SMALL_TILE or cut.tiles > tuning.UNSCANNED_TILES
     null = launch.null
     keys_in = payload_in = null
     for i, (keys, payload) in enumerate(targets):
@@ -292,10 +291,10 @@ def radix_sort(indices: Indices, cut: Digits, low: int, targets, counts, element
             steps.append(
                 launch.Launch(
                     HEADER,
-                    f"RadixScan<{SCAN_THREADS}>",
+                    f"RadixScan<{tuning.SCAN_THREADS}>",
                     [counts, launch.u32(cut.tiles), launch.i32(1 << cut.bits)],
-                    grid=ceil_div(1 << cut.bits, SCAN_DIGITS),
-                    block=SCAN_THREADS,
+                    grid=ceil_div(1 << cut.bits, tuning.SCAN_DIGITS),
+                    block=tuning.SCAN_THREADS,
                 )
             )
         steps.append(
@@ -309,10 +308,10 @@ def source_rows(indices: Indices, order, rows, extra: int) -> launch.Launch:
     """Converts the positions in `order` to rows of source, where consecutive slices are count + extra rows apart."""
     return launch.Launch(
         HEADER,
-        f"SourceRows<{SOURCE_ROWS_THREADS}>",
+        f"SourceRows<{tuning.SOURCE_ROWS_THREADS}>",
         [indices.struct(), order, rows, launch.i64(extra)],
-        grid=ceil_div(indices.positions, SOURCE_ROWS_THREADS),
-        block=SOURCE_ROWS_THREADS,
+        grid=ceil_div(indices.positions, tuning.SOURCE_ROWS_THREADS),
+        block=tuning.SOURCE_ROWS_THREADS,
     )
 
 
@@ -349,8 +348,6 @@ set_zero_jvp(sort_indices_p)
 
 # ---- offsets
 
-OFFSETS_THREADS, OFFSETS_TILE = 256, 1024
-
 
 def row_offsets(keys, rows):
     """uint32 [rows + 1]: the first position of each row among ascending keys; the last one ends the last row."""
@@ -373,8 +370,8 @@ def offsets_plan(device, operands, results, *, rows) -> launch.Plan | None:
     if not (0 < count <= MAX_POSITIONS and rows < MAX_KEYS - 1):
         return None
     args = [launch.operand(0), launch.result(0), launch.u32(count), launch.u32(rows)]
-    name, grid = f"RowOffsets<{OFFSETS_THREADS}, {OFFSETS_TILE}>", ceil_div(count, OFFSETS_TILE)
-    return launch.Plan("tiles", (launch.Launch("indexing/offsets.cuh", name, args, grid, OFFSETS_THREADS),))
+    name, grid = f"RowOffsets<{tuning.OFFSETS_THREADS}, {tuning.OFFSETS_TILE}>", ceil_div(count, tuning.OFFSETS_TILE)
+    return launch.Plan("tiles", (launch.Launch("indexing/offsets.cuh", name, args, grid, tuning.OFFSETS_THREADS),))
 
 
 _OFFSETS = Signature(

@@ -26,16 +26,10 @@ import numpy as np
 
 from jaxkern._core.define import ceil_div
 from jaxkern._core.device import Device
+from jaxkern._ops.linear_cross_entropy import tuning
 
 ALGORITHMS = ("whole", "rows", "vocabulary")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-CHUNK = 1 << 29  # bytes of logits of a chunk by default
-WORKSPACE = 1 << 25
-# Reading and writing the accumulator takes as long as the products of about 216 rows on an H200: a fifth of a chunk's time.
-# With fewer rows it would take longer than computing logits twice, a third.
-ROWS = 1024
-COLUMNS = 128  # chunks are multiples of this many columns or rows if they are as large
 
 
 class Problem(typing.NamedTuple):
@@ -112,20 +106,20 @@ def _sizes(p: Problem) -> _Sizes:
 def budget(p: Problem) -> int:
     """The bytes that a problem may take."""
     s = _sizes(p)
-    return p.memory or _with_workspace(CHUNK + s.accumulator + s.fixed)
+    return p.memory or _with_workspace(tuning.CHUNK + s.accumulator + s.fixed)
 
 
 def _with_workspace(n: int) -> int:
     """The budget that leaves n bytes beside the workspace."""
-    return n + min(WORKSPACE, ceil_div(n, 15))
+    return n + min(tuning.WORKSPACE, ceil_div(n, 15))
 
 
 def _available(p: Problem) -> int:
     total = budget(p)
-    return total - min(WORKSPACE, total // 16) - _sizes(p).fixed
+    return total - min(tuning.WORKSPACE, total // 16) - _sizes(p).fixed
 
 
-def _rounded(n: int, unit: int = COLUMNS) -> int:
+def _rounded(n: int, unit: int = tuning.COLUMNS) -> int:
     """n rounded down to a multiple of `unit` if it is as large."""
     return n // unit * unit if n >= unit else n
 
@@ -136,17 +130,17 @@ def _by_rows(p: Problem) -> Chunks | None:
     most = min(p.rows, (_available(p) - s.accumulator) // (s.vocabulary * s.logit))
     if most < 1:
         return None
-    most = p.rows if most == p.rows else _rounded(_rounded(most), 8 * COLUMNS)
+    most = p.rows if most == p.rows else _rounded(_rounded(most), 8 * tuning.COLUMNS)
     count = ceil_div(p.rows, most)
     equal = (ceil_div(p.rows, n) for n in range(count, 2 * count + 1) if p.rows % n == 0)
-    r = next((r for r in equal if r <= most and r % COLUMNS == 0), most)
+    r = next((r for r in equal if r <= most and r % tuning.COLUMNS == 0), most)
     return Chunks("rows", r, bytes=r * s.vocabulary * s.logit + s.accumulator + s.fixed)
 
 
 def _by_columns(p: Problem) -> Chunks | None:
     s, free = _sizes(p), _available(p)
     row = s.vocabulary * s.logit  # bytes of a row of logits
-    r = min(p.rows, ROWS)
+    r = min(p.rows, tuning.ROWS)
     while r > 1 and 2 * r * row > free:
         r = ceil_div(r, 2)
     most = free // (p.rows * s.logit + s.slices)  # columns of a chunk
@@ -158,7 +152,7 @@ def _by_columns(p: Problem) -> Chunks | None:
     if left:
         most = _rounded(most)
         even = ceil_div(left, ceil_div(left, most))
-        c = min(most, ceil_div(even, COLUMNS) * COLUMNS)
+        c = min(most, ceil_div(even, tuning.COLUMNS) * tuning.COLUMNS)
     phases = (
         r * row + p.rows * kept * s.stored,
         kept * (p.rows * s.stored + s.column),
@@ -193,7 +187,7 @@ def choose(problem: Problem, device: Device | None = None) -> str:
     if fits("whole", problem):
         return "whole"
     rows, columns = _found("rows", problem), _found("vocabulary", problem)
-    if rows and (not columns or rows.rows >= min(ROWS, problem.rows)):
+    if rows and (not columns or rows.rows >= min(tuning.ROWS, problem.rows)):
         return "rows"
     if columns:
         return "vocabulary"

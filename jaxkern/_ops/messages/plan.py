@@ -14,15 +14,13 @@ from jaxkern._core import launch
 from jaxkern._core.define import CUDA_TYPES, ceil_div, cpp_bool
 from jaxkern._core.launch import Launch, Plan
 from jaxkern._core.params import Params
+from jaxkern._ops.messages import tuning
 from jaxkern._ops.messages.edges import LOCATED, WIDTH, features_of
 
 REDUCE, MAP, _OPERANDS = "messages/reduce.cuh", "messages/map.cuh", "messages/operands.cuh"
 EDGES, OPERAND, FEATURES = (Params(_OPERANDS, name) for name in ("EdgeArgs", "OperandArgs", "FeatureArgs"))
 REDUCED, REDUCE_ARGS, FOLD_ARGS = (Params(REDUCE, name) for name in ("ReducedArgs", "ReduceArgs", "FoldArgs"))
 MAP_ARGS = Params(MAP, "MapArgs")
-THREADS = 128  # kMessageThreads
-CHUNK, SHORTEST_CHUNK = 256, 32  # edges of a row that one group of threads reduces alone, at most; of a small graph
-FOLD_THREADS, FOLD_CHUNKS = 512, 32  # kFoldThreads, kFoldChunks
 MAX_COUNT = 1 << 30  # edges, and elements of one row: kernels number both in 32 bits
 GROUPS = 3  # runs of neighbouring features that all operands agree to have or to lack
 VECTOR = 16  # bytes
@@ -152,8 +150,8 @@ def rows_of(p: Problem, dtypes, vector, degree) -> Rows:
     while parts < 4 and parts * 2 * vector * widest <= VECTOR and parts * 2 <= vectors:
         parts *= 2
     # Several blocks share a wide row, and each of them waits for the row's offsets and indices: give it more to do.
-    wide, most = vectors >= 2 * parts * THREADS, 4 if degree <= 1 else 2
-    while parts < most and vectors >= 2 * parts * THREADS:
+    wide, most = vectors >= 2 * parts * tuning.THREADS, 4 if degree <= 1 else 2
+    while parts < most and vectors >= 2 * parts * tuning.THREADS:
         parts *= 2
     lanes = ceil_div(vectors, parts)
     split = 1
@@ -162,12 +160,14 @@ def rows_of(p: Problem, dtypes, vector, degree) -> Rows:
     gathered = sum(o.vector and o.end in ("other", "edge") for o in p.operands)
     if wide:
         return Rows(vector, parts, lanes, split, 1 if degree <= 1 else 2)
-    return Rows(vector, parts, lanes, split, 2 if split > 1 or gathered * parts > 4 else 4)
+    return Rows(
+        vector, parts, lanes, split, tuning.MANY_IN_FLIGHT if split > 1 or gathered * parts > 4 else tuning.IN_FLIGHT
+    )
 
 
 def chunk_of(edges: int) -> int:
     """Edges of a row that one group of threads reduces alone, at most: a small graph's kernels wait for the longest one."""
-    return min(CHUNK, max(SHORTEST_CHUNK, 1 << (edges >> 11).bit_length()))
+    return min(tuning.CHUNK, max(tuning.SHORTEST_CHUNK, 1 << (edges >> 11).bit_length()))
 
 
 def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes, rows=None) -> Plan | None:
@@ -182,7 +182,7 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
     if any(d.name not in _REDUCED for d in dtypes) or any(_computed(a) != _computed(b) for a, b in zip(outs, dtypes)):
         return None
     chunk = chunk_of(edges)
-    chunks = ceil_div(edges, chunk) if edges > CHUNK else 0
+    chunks = ceil_div(edges, chunk) if edges > tuning.CHUNK else 0
     located = reduction in LOCATED
     reduced, at = [], 0
     for k, d in enumerate(dtypes):
@@ -197,8 +197,8 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
     source = function.source("Message")
 
     def steps(r: Rows):
-        of_block = min(r.lanes, THREADS // r.split)  # of the lanes of a row
-        items = THREADS // (of_block * r.split)
+        of_block = min(r.lanes, tuning.THREADS // r.split)  # of the lanes of a row
+        items = tuning.THREADS // (of_block * r.split)
         grid = (ceil_div(2 * chunks + nodes, items), ceil_div(r.lanes, of_block))
         template = (
             f"EdgeReduce<Message, jaxkern::Reduce::{_REDUCTIONS[reduction]}, {r.vector}, {r.parts}, {r.split}, "
@@ -215,19 +215,19 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
             chunks=chunks,
             by_lanes=of_block,
         )
-        return (Launch(REDUCE, template, [args], grid, THREADS, source=source), *folds)
+        return (Launch(REDUCE, template, [args], grid, tuning.THREADS, source=source), *folds)
 
     folds = []
     columns = min(64, 1 << (p.width - 1).bit_length())
     for k, d in enumerate(dtypes if chunks else ()):
-        grid = (ceil_div(chunks, FOLD_CHUNKS), ceil_div(p.width, columns))
+        grid = (ceil_div(chunks, tuning.FOLD_CHUNKS), ceil_div(p.width, columns))
         if grid[1] >= 1 << 16:
             return None
         args = FOLD_ARGS(edges=_edges(edges, nodes), result=reduced[k], width=p.width, chunk=chunk, chunks=chunks)
         template = f"FoldChunks<jaxkern::Reduce::{_REDUCTIONS[reduction]}, {CUDA_TYPES[d.name]}, {columns}>"
-        folds.append(Launch(REDUCE, template, [args], grid, FOLD_THREADS))
+        folds.append(Launch(REDUCE, template, [args], grid, tuning.FOLD_THREADS))
 
-    if p.width > 32 * THREADS * ((1 << 16) - 1):  # blocks side by side on a row of single elements
+    if p.width > 32 * tuning.THREADS * ((1 << 16) - 1):  # blocks side by side on a row of single elements
         return None
     laid = functools.partial(rows_of, p, dtypes, degree=edges / nodes)
     vector = vector_of(p, dtypes)
@@ -262,7 +262,7 @@ def map_plan(device, operands, results, *, function, ends, summed, dtypes) -> Pl
     many = sum(o.vector for o in p.operands) > 2
 
     def step(vector):
-        in_flight = 2 if many else 4
+        in_flight = tuning.MANY_IN_FLIGHT if many else tuning.IN_FLIGHT
         items = ceil_div(edges, in_flight)
         if summed:
             kept = p.width // length
@@ -283,7 +283,7 @@ def map_plan(device, operands, results, *, function, ends, summed, dtypes) -> Pl
             summed=length if summed else vector,
             by_kept=kept,
         )
-        return Launch(MAP, template, [args], ceil_div(threads, THREADS), THREADS, source=source)
+        return Launch(MAP, template, [args], ceil_div(threads, tuning.THREADS), tuning.THREADS, source=source)
 
     vector = math.gcd(vector_of(p, ()), length) if summed else vector_of(p, dtypes)
     return Plan("dot" if summed else "edges", (step(vector),), unaligned=(step(1),) if vector > 1 else None)

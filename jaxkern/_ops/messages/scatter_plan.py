@@ -7,15 +7,11 @@ from jaxkern._core.define import CUDA_TYPES, ceil_div, cpp_bool
 from jaxkern._core.launch import Launch, Plan
 from jaxkern._core.params import Params
 from jaxkern._ops.indexing.sort import MAX_KEYS, MAX_POSITIONS, Indices, Part
-from jaxkern._ops.messages import plan
+from jaxkern._ops.messages import plan, tuning
 
 HEADER = "messages/scatter.cuh"
 ARGS, OTHER, ZEROS = (Params(HEADER, name) for name in ("ScatterArgs", "OtherArgs", "ZerosArgs"))
-ZERO_THREADS = 256
-THREADS, MOST_HOT, BIN_BYTES = 512, 128, 4 * 2048  # kScatterThreads, kMostHot, of kSampleBins
 DTYPES = ("float32", "float64")
-WIDTH_BYTES = 64  # of a row, which a thread holds in registers
-ALL_BYTES, BLOCKS = 32 << 10, 264  # of all rows, if each block sums them all; blocks that run at once
 
 
 class Other(typing.NamedTuple):
@@ -43,9 +39,9 @@ class Layout(typing.NamedTuple):
 
 
 def layout_of(p: plan.Problem, dtype, edges, rows, vector) -> Layout:
-    blocks = min(BLOCKS, ceil_div(edges, THREADS))
-    fits_all = rows * p.width * dtype.itemsize <= ALL_BYTES and 4 * rows * blocks <= edges
-    return Layout(vector, p.width // vector, 1, fits_all)
+    blocks = min(tuning.SCATTER_BLOCKS, ceil_div(edges, tuning.SCATTER_THREADS))
+    fits_all = rows * p.width * dtype.itemsize <= tuning.ALL_BYTES and 4 * rows * blocks <= edges
+    return Layout(vector, p.width // vector, tuning.EDGES_IN_FLIGHT, fits_all)
 
 
 def scatter_plan(
@@ -60,7 +56,7 @@ def scatter_plan(
     p = plan.problem(arrays, ends)
     if p is None or not plan.known(p, function, (dtype,), edges, rows):
         return None
-    if dtype.name not in DTYPES or p.width * dtype.itemsize > WIDTH_BYTES:
+    if dtype.name not in DTYPES or p.width * dtype.itemsize > tuning.WIDTH_BYTES:
         return None
     if edges > MAX_POSITIONS or rows >= MAX_KEYS - 1 or function.out_dtypes != (dtype,):
         return None
@@ -70,7 +66,13 @@ def scatter_plan(
     plain = plain and (other_index is None or other_index.dtype == "int32")
     size = results[0].size * dtype.itemsize
     zeros = ZEROS(out=launch.result(0), bytes=size)
-    fill = Launch(HEADER, f"ScatterZeros<{ZERO_THREADS}>", [zeros], ceil_div(size, 64 * ZERO_THREADS), ZERO_THREADS)
+    fill = Launch(
+        HEADER,
+        f"ScatterZeros<{tuning.ZERO_THREADS}>",
+        [zeros],
+        ceil_div(size, 64 * tuning.ZERO_THREADS),
+        tuning.ZERO_THREADS,
+    )
 
     def steps(laid: Layout):
         template = (
@@ -85,13 +87,13 @@ def scatter_plan(
             out=launch.result(0),
             all=rows if laid.all else 0,
         )
-        places = rows if laid.all else MOST_HOT
-        staged = dtype.itemsize * p.width * THREADS if laid.parts > 1 else 0
-        shared = dtype.itemsize * p.width * places + max(staged, 0 if laid.all else BIN_BYTES)
-        grid = ceil_div(edges, THREADS * laid.in_flight)
-        grid = min(grid, BLOCKS) if laid.all else grid  # each block adds its sums to out
+        places = rows if laid.all else tuning.MOST_HOT
+        staged = dtype.itemsize * p.width * tuning.SCATTER_THREADS if laid.parts > 1 else 0
+        shared = dtype.itemsize * p.width * places + max(staged, 0 if laid.all else tuning.BIN_BYTES)
+        grid = ceil_div(edges, tuning.SCATTER_THREADS * laid.in_flight)
+        grid = min(grid, tuning.SCATTER_BLOCKS) if laid.all else grid  # each block adds its sums to out
         source = function.source("Message")
-        step = Launch(HEADER, template, [args], grid, THREADS, shared=shared, waves=1, source=source)
+        step = Launch(HEADER, template, [args], grid, tuning.SCATTER_THREADS, shared=shared, waves=1, source=source)
         return (step,) if onto else (fill, step)
 
     laid = lambda vector: layout_of(p, dtype, edges, rows, vector)

@@ -17,6 +17,7 @@ import typing
 from jaxkern._core import launch
 from jaxkern._core.define import FLOAT_BYTES, ceil_div, cuda_type, size_of
 from jaxkern._core.params import Params
+from jaxkern._ops.segment_softmax import tuning
 
 ALGORITHMS = ("sorted", "sort")
 DTYPES = tuple(FLOAT_BYTES)
@@ -27,11 +28,6 @@ WALK_SHAPE, TILE_SHAPE = (
     Params("segment_softmax/walk.cuh", "WalkShape"),
     Params("segment_softmax/tiles.cuh", "TileShape"),
 )
-
-TILE_THREADS, TILE_COLUMNS = 256, 16
-SHARED_BYTES = 99 << 10  # of shared memory, which the kernels need at most
-WALK_WARPS, WALK_LANES = 4, 8  # warps of a block; the most lanes side by side in a row
-JOIN_THREADS, JOIN_COLUMNS, JOIN_TILES = 256, 8, 64
 
 
 class Problem(typing.NamedTuple):
@@ -95,10 +91,10 @@ class Tile(typing.NamedTuple):
 
 def _tile(inner, itemsize) -> Tile:
     columns = inner
-    if inner > TILE_COLUMNS:
+    if inner > tuning.TILE_COLUMNS:
         vector = 16 // itemsize
-        columns = ceil_div(ceil_div(inner, ceil_div(inner, TILE_COLUMNS)), vector) * vector
-    return Tile(columns, ceil_div(inner, columns), TILE_THREADS // columns)
+        columns = ceil_div(ceil_div(inner, ceil_div(inner, tuning.TILE_COLUMNS)), vector) * vector
+    return Tile(columns, ceil_div(inner, columns), tuning.TILE_THREADS // columns)
 
 
 def _span(itemsize):
@@ -108,7 +104,7 @@ def _span(itemsize):
 
 def _lanes(wanted):
     """Lanes side by side in a row: a power of two."""
-    return min(WALK_LANES, 1 << max(wanted - 1, 0).bit_length())
+    return min(tuning.WALK_LANES, 1 << max(wanted - 1, 0).bit_length())
 
 
 def cut_of(p: Problem) -> Cut:
@@ -132,9 +128,9 @@ def cut_of(p: Problem) -> Cut:
 
 
 def _most_blocks(p: Problem) -> int:
-    """An upper bound of the blocks of a launch: a block takes at least JOIN_COLUMNS columns of a tile, or all of them."""
+    """An upper bound of the blocks of a launch: a block takes at least tuning.JOIN_COLUMNS columns of a tile, or all of them."""
     positions = min(p.batch, most_slices(p)) * p.count
-    return p.outer * ceil_div(positions, cut_of(p).places) * ceil_div(p.inner, JOIN_COLUMNS)
+    return p.outer * ceil_div(positions, cut_of(p).places) * ceil_div(p.inner, tuning.JOIN_COLUMNS)
 
 
 # ---- launches
@@ -188,13 +184,13 @@ def _plan(op, numbers, device, operands, rows, rules):
         by_count=p.count,
     )
 
-    column_tiles, groups = ceil_div(p.inner, JOIN_COLUMNS), ceil_div(tiles, JOIN_TILES)
+    column_tiles, groups = ceil_div(p.inner, tuning.JOIN_COLUMNS), ceil_div(tiles, tuning.JOIN_TILES)
     join = launch.Launch(
         "segment_softmax/join.cuh",
         f"SegmentJoin<{op}>",
         [run, launch.i64(column_tiles), launch.i64(groups)],
         grid=p.outer * groups * column_tiles,
-        block=JOIN_THREADS,
+        block=tuning.JOIN_THREADS,
     )
     kernels = _walk if cut.walk else _tiles
     whole = p.inner * itemsize % 16 == 0
@@ -212,7 +208,7 @@ def _walk(op, inputs, p, run, tiles, join, whole, contiguous, device):
     n, parts = (16 // p.itemsize, 1) if vectors else (1, 4)
     lanes = ceil_div(p.inner, n * parts)
     side, slots = _lanes(lanes), lambda side: ceil_div(lanes, side) * side
-    if side == WALK_LANES and slots(WALK_LANES // 2) < slots(WALK_LANES):
+    if side == tuning.WALK_LANES and slots(tuning.WALK_LANES // 2) < slots(tuning.WALK_LANES):
         side //= 2  # leaves fewer lanes idle
     strips = slots(side) // side
 
@@ -232,8 +228,8 @@ def _walk(op, inputs, p, run, tiles, join, whole, contiguous, device):
             "segment_softmax/walk.cuh",
             f"SegmentWalk<{op}, {n}, {parts}>",
             [run, shape],
-            grid=ceil_div(warps, WALK_WARPS),
-            block=32 * WALK_WARPS,
+            grid=ceil_div(warps, tuning.WALK_WARPS),
+            block=32 * tuning.WALK_WARPS,
         )
 
     if join is None:
@@ -268,13 +264,13 @@ def _tiles(op, inputs, p, run, tiles, join, whole, contiguous, device):
             f"{name}<{op}, jaxkern::Rows::{rows}>",
             [run, shape, *args],
             grid=grid,
-            block=TILE_THREADS,
+            block=tuning.TILE_THREADS,
             shared=shared,
         )
 
     first = kernel("SegmentTiles", blocks)
     if join is None:
         return (first,)
-    # One wave of blocks, but no more than TILE_THREADS tiles per block.
-    few = min(blocks, max(512, ceil_div(blocks, TILE_THREADS)))
+    # One wave of blocks, but no more than tuning.TILE_THREADS tiles per block.
+    few = min(blocks, max(512, ceil_div(blocks, tuning.TILE_THREADS)))
     return first, join, kernel("SegmentRewrite", few, launch.i64(blocks))

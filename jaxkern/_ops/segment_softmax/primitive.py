@@ -19,7 +19,7 @@ from jaxkern._core.signature import Signature, primitive
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.indexing.primitive import AT_INDICES, INDEX, ORDER, SOURCE
 from jaxkern._ops.indexing.sharding import keeps_order
-from jaxkern._ops.segment_softmax import plan, reference
+from jaxkern._ops.segment_softmax import plan, reference, tuning
 
 algorithms.register(plan, "segment_softmax")
 
@@ -35,7 +35,7 @@ def segment_softmax(data, index, *order, rows, rules):
 
 def _problem(x, rows, rules) -> plan.Problem | None:
     """The problem, or None if there are no kernels for it."""
-    if not isinstance(rows, int) or rows == 0 or device.this_device().shared_memory < plan.SHARED_BYTES:
+    if not isinstance(rows, int) or rows == 0 or device.this_device().shared_memory < tuning.SHARED_BYTES:
         return None
     problem = plan.problem_of(x, rows, rules.axis, rules.batch_dims, rules.sorted)
     return problem if plan.fits("sort", problem) else None
