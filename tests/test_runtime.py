@@ -99,14 +99,18 @@ def test_what_is_loaded_is_loaded_once(run):
 def test_kernels_are_compiled_ahead(run, tmp_path):
     run("""
         import time
-        module.prefetch(program(plan(probe(True), probe(False))), 90)
         folder = pathlib.Path(runtime.cache_folder())
-        for _ in range(300):
-            time.sleep(0.1)
-            if folder.is_dir() and len(list(folder.glob("*.jaxkern"))) == 2:
-                break
-        else:
-            raise SystemExit("nothing was compiled")
+        texts = launch.slowest_first(program(plan(probe(True), probe(False))))
+        assert [len(launch.variants(text)) for text in texts] == [1, 2]
+        assert [launch.kernels(text)[0].name for text in texts] == ["Probe<float, false>", "Probe<float, true>"]
+        for n, text in enumerate(texts, 1):
+            module.prefetch(text, 90)
+            for _ in range(300):
+                time.sleep(0.1)
+                if folder.is_dir() and len(list(folder.glob("*.jaxkern"))) == n:
+                    break
+            else:
+                raise SystemExit("nothing was compiled")
     """)
     run("""
         for i in range(50):  # more than can be done before the process ends

@@ -238,6 +238,16 @@ def _key(program: str) -> np.int64:
 # ---- lowering
 
 
+def slowest_first(program: str) -> list[str]:
+    """Launch lists whose kernels are to be compiled in this order: the launches for any buffers, then all.
+
+    A first call waits for all kernels of a launch list, and NVRTC runs a part of each compilation for one kernel at a time. So
+    the ones that take longest start first, and these are usually the ones that read and write element by element.
+    """
+    head, *lists = re.split(r"^(?=alignment )", program, flags=re.MULTILINE)
+    return [program] if len(lists) == 1 else [head + lists[-1], program]
+
+
 def lower(ctx, operation: str, plan: Plan, operands, **options):
     """Emits `plan` as a custom call of the target `operation`; returns the results.
 
@@ -245,7 +255,8 @@ def lower(ctx, operation: str, plan: Plan, operands, **options):
     """
     results = list(ctx.avals_out)
     program = text(operation, plan, ctx.avals_in, results)
-    registry.prefetch(program)
+    for part in slowest_first(program):
+        registry.prefetch(part)
     if runtime.dump_folder() and not registry.gpu_present():  # without a GPU, nothing else compiles them
         for kernel in kernels(program):
             registry.dump(*kernel)
