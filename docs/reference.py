@@ -48,12 +48,14 @@ def api() -> str:
             [f"[`{p.rpartition('.')[2]}`](api/{page}#{p})", _first_line(p)]
             for p in listed(page)
         ]
+        head = ["function", "result"]
         if page == "elementwise.md":
+            head = ["group", "functions"]
             rows = [
                 [group, _links(names, page)]
                 for group, names in table_of_operations.groups().items()
             ]
-        text += [f"## [{title[1]}](api/{page})", table(["function", "result"], rows)]
+        text += [f"## [{title[1]}](api/{page})", table(head, rows)]
     return "\n\n".join(text)
 
 

@@ -51,25 +51,22 @@ class accelerate(contextlib.ContextDecorator):
 
     Inside the block, programs of this thread are compiled such that these operations run on jaxkern:
 
-        "scatter_add", "scatter_max", "scatter_min"   scatters of rows: `x.at[i].add`, `jax.ops.segment_sum`, jraph's models,
-                                                      the gradients of `x[i]`, `jnp.take` and `flax.linen.Embed`
-        "logsumexp"                                   `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
-        "softmax"                                     the gradient of `jax.nn.softmax`
-        "dot_product_attention"                       the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks
-        "log_softmax"                                 the gradient of `jax.nn.log_softmax` in 16 bits
-        "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`, loss and gradient
-        "scan"                                        loops that are elementwise over lanes: `jax.lax.scan`,
-        `jax.lax.fori_loop`,
-                                                      `jax.lax.map`, `jax.lax.while_loop` to a known count; their gradients
-        "while_loop"                                  while loops in which each lane stops on its own: under `jax.vmap`, or
-                                                      with `jnp.any` over lanes as condition
-        "associative_scan"                            `jax.lax.associative_scan` of a function that is elementwise over lanes
-        "cumsum", "cumprod", "cummax", "cummin",      `jnp.cumsum`, `jnp.cumprod`, and the functions of these names in `jax.lax`
-        "cumlogsumexp"
-
-        "rows"                                        what a program computes with rows by `jnp.mean`, `jnp.sum`, `jnp.max`:
-        norms,
-                                                      masked softmax, losses, and their gradients
+    * "scatter_add", "scatter_max", "scatter_min": scatters of rows: `x.at[i].add`, `jax.ops.segment_sum`, jraph's models,
+      the gradients of `x[i]`, `jnp.take` and `flax.linen.Embed`
+    * "logsumexp": `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
+    * "softmax": the gradient of `jax.nn.softmax`
+    * "dot_product_attention": the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks
+    * "log_softmax": the gradient of `jax.nn.log_softmax` in 16 bits
+    * "softmax_cross_entropy": `optax.softmax_cross_entropy_with_integer_labels`, loss and gradient
+    * "scan": loops that are elementwise over lanes: `jax.lax.scan`, `jax.lax.fori_loop`, `jax.lax.map`,
+      `jax.lax.while_loop` to a known count; their gradients
+    * "while_loop": while loops in which each lane stops on its own: under `jax.vmap`, or with `jnp.any` over lanes as
+      condition
+    * "associative_scan": `jax.lax.associative_scan` of a function that is elementwise over lanes
+    * "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp": `jnp.cumsum`, `jnp.cumprod`, and the functions of these
+      names in `jax.lax`
+    * "rows": what a program computes with rows by `jnp.mean`, `jnp.sum`, `jnp.max`: norms, masked softmax, losses, and
+      their gradients
 
     log_softmax and rows are taken on request alone, by `only`. LayerNorm and RMSNorm of other libraries run as they are:
     `jaxkern.layer_norm` and `jaxkern.rms_norm` are functions to call in their place.

@@ -29,12 +29,13 @@ ENQUEUED = 16  # calls of a reading whose enqueueing is timed; JAX lets the host
 class Benchmark:
     """Times of a call in microseconds, each the median of several readings.
 
-    us: `jax.jit(f)`.
-    xla_us: `jax.jit(f)` under `jaxkern.algorithms.force_xla()`.
-    copy_us: a copy that reads and writes `bytes` in total.
-    bytes: the sizes of the operands and results of `f`.
-    enqueue_us: the time that the host takes to enqueue a call of `jax.jit(f)`. No other time can be below it.
-    device: the device that ran the calls.
+    Attributes:
+        us: `jax.jit(f)`.
+        xla_us: `jax.jit(f)` under `jaxkern.algorithms.force_xla()`.
+        copy_us: a copy that reads and writes `bytes` in total.
+        bytes: the sizes of the operands and results of `f`.
+        enqueue_us: the time that the host takes to enqueue a call of `jax.jit(f)`. No other time can be below it.
+        device: the device that ran the calls.
     """
 
     us: float

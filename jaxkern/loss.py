@@ -195,13 +195,14 @@ def linear_softmax_cross_entropy(
 ) -> jax.Array:
     """`softmax_cross_entropy(h @ weight + bias, labels)`, the head of a language model, without its array of logits.
 
-    Memory beside operands and results, for n rows, chunks of r rows, a vocabulary of v and logits of e bytes:
+    Memory beside operands and results, for n rows, chunks of r rows, a vocabulary of v and logits of e bytes,
+    by algorithm:
 
-        whole         n v e               where this is within the budget: one chunk
-        rows          r v e + 4 d v       chunks of rows; with an accumulator in float32 for the gradient of `weight`, unless
-                                          that is float32 itself, or is not asked for
-        vocabulary    about the budget    where an accumulator is too large: the gradient of `weight` in chunks of columns;
-                                          some logits are computed twice (a third more work at most)
+    * "whole": n v e bytes, where this is within the budget, in one chunk.
+    * "rows": r v e + 4 d v bytes, in chunks of rows. The accumulator in float32, for the gradient of `weight`, is not
+      needed if that is float32 itself, or is not asked for.
+    * "vocabulary": about the budget, where an accumulator is too large. The gradient of `weight` is computed in chunks of
+      columns, and some logits are computed twice (a third more work at most).
 
     `jaxkern.algorithms.choose("linear_softmax_cross_entropy", rows, d, vocabulary, dtype=..., memory=...)` says which algorithm
     runs, and `jaxkern.algorithms.force` forces one, on every platform. On platforms without kernels, XLA may hold two
@@ -227,8 +228,11 @@ def linear_softmax_cross_entropy(
         The loss in nats: a number, or with "none" an array of the shape of `labels`; float64 for float64 `h`, else float32.
 
     Raises:
-        TypeError: an argument is of the wrong type.
-        ValueError: shapes do not match, or an option is out of range; `memory` is too little for any algorithm.
+        TypeError: `h`, `weight` or `bias` is boolean, complex or not an array; `labels` are not integers; `weights` are not
+            real; an option is of the wrong type.
+        ValueError: shapes do not match; `reduction` or `precision` is unknown; `label_smoothing` is not in [0, 1]; `soft_cap`
+            is not positive; `logits_dtype` is neither the type of `h` nor its computing type; `memory` is not positive, or
+            too little for any algorithm.
 
     Derivatives: forward and reverse mode, by `h`, `weight`, `bias` and `weights`. Derivatives of higher order use all
     logits at once.

@@ -105,6 +105,7 @@ class Graph:
 
     @property
     def num_edges(self) -> int:
+        """The number of edges, padding included."""
         return self.senders.shape[-1]
 
     def __repr__(self):

@@ -33,7 +33,9 @@ def scan(
     *,
     checkpoint_every: int | None = None,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` with a body that is elementwise over lanes, or reduces along rows, as one kernel.
+    """carry, y[t] = f(carry, x[t]) for all t, as `jax.lax.scan`, in one kernel.
+
+    The body f is elementwise over lanes, the elements of the carry, or it reduces along rows.
 
     Args:
         f: the body, (carry, x) -> (carry, y), on pytrees of arrays or None, as for `jax.lax.scan`. Between arrays that depend
@@ -46,8 +48,8 @@ def scan(
             `jax.random`, which it may split. Numbers are complex, float16, bfloat16, float32, float64, boolean, or integers
             of 8 to 64 bits; convert others, such as float8 and int4, before the loop. 16-bit numbers are computed in
             float32 and rounded where they are stored; a carry is rounded in every step.
-        init: the first carry.
-        xs: arrays that are scanned along their first axis.
+        init: the first carry, a pytree of arrays or numbers.
+        xs: a pytree of arrays that are scanned along their first axis, or None.
         length: the number of steps; needed if xs has no arrays.
         reverse: scans from the last element to the first.
         unroll: as for `jax.lax.scan`; used where XLA runs the loop. The kernel chooses its own.

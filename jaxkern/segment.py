@@ -393,7 +393,7 @@ def sort_indices(ids: ArrayLike, num_segments: int, *, mode: Mode = None, wrap: 
 
     Derivatives: none, of integers.
 
-    Cost: a radix sort reads and writes 8 bytes for each id in each pass of 8 bits, as many passes as `num_segments` needs.
+    Cost: a radix sort reads and writes 8 bytes for each id in each pass, and a pass sorts up to 9 bits of `num_segments`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> order = jaxkern.sort_indices(jnp.array([2, 0, 2, -1]), 3)

@@ -19,20 +19,22 @@ __all__ = ["Kernel", "Source", "source"]
 class Kernel:
     """One kernel of a program, as it is launched.
 
-    operation: the operation of jaxkern, with the types of its operands and results.
-    algorithm: the algorithm that its plan chose; see `jaxkern.algorithms`.
-    kernel: the kernel with its template arguments.
-    header: the file that defines it, relative to the folder of kernels in the package.
-    source: the C++ that is generated from user functions; empty if a kernel of the library has no such function.
-    grid, block: blocks of the launch and threads of a block, along x, y and z.
-    cluster: blocks of a cluster.
-    waves: if not 0, the grid has at most this many times the blocks that the GPU runs at once.
-    shared: bytes of dynamic shared memory of a block.
-    static_shared: bytes of static shared memory of a block.
-    registers: registers of a thread.
-    stack: bytes of local memory of a thread, which holds spilled registers and arrays that are indexed at run time.
-    spills: instructions that read or write local memory. 0: no register was spilled.
-    problem: why the kernel was not compiled. The four fields above are None then.
+    Attributes:
+        operation: the operation of jaxkern, with the types of its operands and results.
+        algorithm: the algorithm that its plan chose; see `jaxkern.algorithms`.
+        kernel: the kernel with its template arguments.
+        header: the file that defines it, relative to the folder of kernels in the package.
+        source: the C++ that is generated from user functions; empty if a kernel of the library has no such function.
+        grid: blocks of the launch along x, y and z.
+        block: threads of a block along x, y and z.
+        cluster: blocks of a cluster.
+        waves: if not 0, the grid has at most this many times the blocks that the GPU runs at once.
+        shared: bytes of dynamic shared memory of a block.
+        static_shared: bytes of static shared memory of a block.
+        registers: registers of a thread.
+        stack: bytes of local memory of a thread, which holds spilled registers and arrays that are indexed at run time.
+        spills: instructions that read or write local memory. 0: no register was spilled.
+        problem: why the kernel was not compiled. The four fields above are None then.
     """
 
     operation: str
@@ -74,7 +76,8 @@ class Kernel:
 class Source(collections.abc.Sequence):
     """What `jaxkern.source` found: a sequence of `Kernel`, one for each distinct kernel. As text, it shows all of them.
 
-    device: the GPU that the plans are made for and the kernels are compiled for, a `jaxkern.algorithms.Device`.
+    Attributes:
+        device: the GPU that the plans are made for and the kernels are compiled for, a `jaxkern.algorithms.Device`.
     """
 
     def __init__(self, kernels: collections.abc.Iterable[Kernel], device: device.Device, problem: str = ""):

@@ -1,5 +1,6 @@
 """What `help` shows of each public name: the sections that it must have, names of public modules only, examples that run."""
 
+import dataclasses
 import doctest
 import inspect
 import pydoc
@@ -63,8 +64,8 @@ def _section(doc, title) -> str:
     return found[1] if found else ""
 
 
-def faults(name, signature, doc) -> list[str]:
-    """What a docstring lacks; signature: of the object, or None for a class that users do not make."""
+def faults(name, signature, doc, fields=()) -> list[str]:
+    """What a docstring lacks; signature: of the object, or None for a class that users do not make. fields: of a record."""
     tool = name in TOOLS
     parameters = [] if signature is None else list(signature.parameters)
     entries = re.findall(r"^    ([\w*]+(?:, [\w*]+)*): ", _section(doc, "Args") or _section(doc, "Attributes"), re.M)
@@ -76,6 +77,7 @@ def faults(name, signature, doc) -> list[str]:
         missing += [] if re.search(r"^    \w+(, \w+)*: ", _section(doc, "Raises"), re.M) else ["Raises"]
     if signature is not None:
         missing += [] if re.search(r"^>>> ", doc, re.M) else ["an example"]
+    missing += [f"the attribute {name}" for name in fields if name not in described]
     if not tool:
         missing += [title for title in ("Derivatives", "Cost") if not re.search(rf"^{title}: \S", doc, re.M)]
         counterpart = re.search(r"\bas\s+`[\w.]+", doc.split("\n\n")[0]) or re.search(r":\s`", doc.split("\n\n")[0])
@@ -95,7 +97,8 @@ def _signature(x):
 @pytest.mark.parametrize("name", PUBLIC)
 def test_sections(name):
     x = PUBLIC[name]
-    assert not faults(name, _signature(x), inspect.getdoc(x) or "")
+    fields = [f.name for f in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else getattr(x, "_fields", ())
+    assert not faults(name, _signature(x), inspect.getdoc(x) or "", fields)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

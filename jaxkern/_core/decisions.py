@@ -24,13 +24,14 @@ from jaxkern._core import compat, environment, stablehlo, switch
 class Decision:
     """One operation of a program.
 
-    operation: its name in `accelerate(only=...)`.
-    taken: whether it runs on jaxkern.
-    reason: why, or why not. It begins with "on request" if the operation is taken only if it is named.
-    shapes: the shapes of its operands.
-    source: file:line of the code that made it.
-    bytes: the least that a kernel of jaxkern reads and writes for it; 0 if that is unknown.
-    dtype: the type of its first operand.
+    Attributes:
+        operation: its name in `accelerate(only=...)`.
+        taken: whether it runs on jaxkern.
+        reason: why, or why not. It begins with "on request" if the operation is taken only if it is named.
+        shapes: the shapes of its operands.
+        source: file:line of the code that made it.
+        bytes: the least that a kernel of jaxkern reads and writes for it; 0 if that is unknown.
+        dtype: the type of its first operand.
     """
 
     operation: str
@@ -150,10 +151,12 @@ class Explanation(collections.abc.Sequence):
 
     @property
     def taken(self) -> list[Decision]:
+        """The operations that run on jaxkern."""
         return [d for d in self.decisions if d.taken]
 
     @property
     def left(self) -> list[Decision]:
+        """The operations that are left to XLA."""
         return [d for d in self.decisions if not d.taken]
 
     def __getitem__(self, at):

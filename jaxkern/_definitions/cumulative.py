@@ -206,16 +206,15 @@ def cumlogsumexp(
         x: array of any shape and real dtype, not boolean. float16 and bfloat16 are computed in float32, and each element is
             rounded once. Integers promote as in `jax.nn`.
         axis: an int, negative from the end, or None for the flattened array.
-        reverse: of the elements from `t` to the end.
+        reverse: results for the elements from `t` to the end.
         exclusive: leaves element t out of result t. The first result, or the last one if `reverse`, is -inf.
         dtype: the type of the result, floating-point; by default the type of `x`.
         segment_ids: integer array of the shape of `x`, or of the shape of its axis: results start again where the id differs
             from the id of the previous element.
 
     Returns:
-        Array of the shape of `x`, or of (x.size,) if `axis` is None. On a GPU,
-        exponentials of float32 have relative errors of 2^-22; a logarithm has an absolute error of 2^-22 below log(2), and a
-        relative one above. Bitwise reproducible.
+        Array of the shape of `x`, or of (x.size,) if `axis` is None. Bitwise reproducible. On a GPU, exponentials of float32
+        have relative errors of 2^-22; a logarithm has an absolute error of 2^-22 below log(2), and a relative one above.
 
     Raises:
         TypeError: `x` is complex, boolean or not an array; `dtype` is not floating-point; `segment_ids` is not of an

@@ -24,10 +24,9 @@ def exponential_moving_average(
         decay: between 0 and 1: a number, or an array that broadcasts against `x`, such as one number for each feature.
         axis: the axis of the steps in their common shape.
         initial: None: the mean of the elements so far, element t - k weighted by decay^k. So there is no bias towards a first
-            value: it is `optax.ema` with `debias` and `ewm(adjust=True).mean()` of pandas. Otherwise y before the first
-                step, in
-            y[t] = decay y[t - 1] + (1 - decay) x[t]; it broadcasts to the common shape without the axis. `initial=0` is
-            `optax.ema` with `debias=False`, and the first element of `x` is `adjust=False` of pandas.
+            value: it is `optax.ema` with `debias` and `ewm(adjust=True).mean()` of pandas. Otherwise y before the first step,
+            which broadcasts to the common shape without the axis. `initial=0` is `optax.ema` with `debias=False`, and the
+            first element of `x` is `adjust=False` of pandas.
         reverse: averages from the last element to the first.
 
     Returns:
