@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks OPERATION | sharding | programs | curves | plot | compare | selftest`."""
+"""The command line: `python -m benchmarks OPERATION | sharding | programs | curves | fit | plot | compare | selftest`."""
 
 from __future__ import annotations
 
@@ -114,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--without", action="append", metavar="A,B", help="as for programs")
     p.add_argument("--force", action="store_true", help="take every case that kernels can run, as without a GPU")
     _add_out(p)
+    p = commands.add_parser(
+        "fit", help="fit the model of costs to half of the measured regions, and judge it on the others"
+    )
+    p.add_argument("file", type=pathlib.Path, nargs="?", default=RESULTS / "row_kernel-NVIDIA_H200.json")
+    p.add_argument("--seeds", type=int, default=3, help="ways to halve the regions")
     p = commands.add_parser("plot", help="draw the figures of result files, for light and for dark pages")
     p.add_argument(
         "files",
@@ -188,6 +193,11 @@ def main(argv: list[str]) -> int:
         if arguments.explain:
             return programs.explain(arguments)
         return _write(data := programs.run(arguments), programs.table(data), arguments.out)
+    if arguments.command == "fit":
+        from benchmarks import fit
+
+        print(fit.run(_report.load(arguments.file), arguments.seeds))
+        return 0
     if arguments.command == "curves":
         from benchmarks import curves
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import row_functions
 
-from benchmarks import row_kernel
+from benchmarks import fit, row_kernel
 from jaxkern._accelerate import cost
 from jaxkern._core import device, registry
 from jaxkern._engines.rows import plan
@@ -96,3 +96,17 @@ def test_neighbours():
     """What a kernel cannot be fused with is moved beside it."""
     found = cost.Estimate(2e-5, 1.9e-5, 100, 80, 4e12)
     assert found.wins and not found.beside(10**7).wins and found.beside(20).kernel_bytes == 100
+
+
+def test_constants_are_fitted_to_half_of_the_regions(monkeypatch):
+    monkeypatch.setattr(fit, "CONSTANTS", ("LAUNCH", "H200_BANDWIDTH", ("RAGGED", 4)))
+    rows = [r for r in MEASURED if r["op"] in ("soft_cap", "huber") and r["width"] == 128]
+    before = fit.constants()
+    first, second = fit.halves(found := fit.regions({"results": rows}), 0)
+    assert len(first) + len(second) == len(found) == len(rows) and not {r.key for r in first} & {r.key for r in second}
+    wrong = before | {"H200_BANDWIDTH": before["H200_BANDWIDTH"] / 2}
+    values = fit.fitted(first, wrong)
+    assert fit.constants() == before
+    assert fit.judged(second, values).error < 0.8 * fit.judged(second, wrong).error
+    assert fit.judged(second, before).time >= 1
+    assert "fitted to the other half" in fit.run({"results": rows}, 1)
