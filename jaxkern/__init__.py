@@ -24,6 +24,7 @@ from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import linear_softmax_cross_entropy, softmax_cross_entropy, softmax_cross_entropy_and_grad
 from jaxkern.messages import Graph, edge_map, edge_max, edge_mean, edge_min, edge_sum
 from jaxkern.norm import batch_norm, group_norm, layer_norm, rms_norm, scale_norm
+from jaxkern.quantiles import median, quantile
 from jaxkern.quantize import (
     DelayedScale,
     Quantization,
@@ -101,10 +102,12 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "linear_softmax_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "median",
     "min_p",
     "moe_combine",
     "moe_dispatch",
     "moe_route",
+    "quantile",
     "quantize_blocks",
     "quantize_rows",
     "quantize_tensor",

@@ -228,6 +228,10 @@ def plain_scored_cross_entropy(x):
     return jnp.cos(x) * jnp.sin(lse - jnp.take_along_axis(s, LABELS[..., None], -1) + 0.1 * lse**2)
 
 
+def spread_median(f, x):
+    return x * f(x, -1, keepdims=True)
+
+
 def bins_of(f, x):
     return x * f(np.arange(x.size).reshape(x.shape) % 3, SHAPE[2], jnp.sin(x))
 
@@ -345,6 +349,8 @@ CASES = {
         lambda x: jaxkern.sort_pairs(jnp.cos(x), x)[1],
         lambda x: jnp.take_along_axis(x, jnp.argsort(jnp.cos(x)), -1),
     ),
+    "median": (functools.partial(spread_median, jaxkern.median), functools.partial(spread_median, jnp.median)),
+    "quantile": (lambda x: x * jaxkern.quantile(x, 0.3, 1)[:, None], lambda x: x * jnp.quantile(x, 0.3, 1)[:, None]),
     "bincount": (lambda x: bins_of(jaxkern.bincount, x), lambda x: bins_of(plain_bincount, x)),
     "histogram": (
         lambda x: x * jaxkern.histogram(jnp.sin(x), 5, (-1, 1), x)[0],
