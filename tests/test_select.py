@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plans import DEVICES, check_limits, needs_nvrtc, on_other_gpus
+from plans import DEVICES, check_limits, compile_on_other_gpus, needs_nvrtc
 
 import jaxkern
 from jaxkern import algorithms
-from jaxkern._core import device, registry
+from jaxkern._core import device
 from jaxkern._ops.select import top_k
 
 SPECIAL = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1.0, 1.0, -1.0, 1e-40]
@@ -96,11 +96,9 @@ def test_choices():
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(
-    "capability, name", list(on_other_gpus(["TopKBlock<uint32_t, jaxkern::Order::kFloat, false, 4, 4>"]))
-)
-def test_kernels_compile(capability, name):
-    assert registry.kernels.module.compile(top_k.HEADER, name, capability, "")[0]
+def test_kernels_compile():
+    kernels = "TopKBlock<uint32_t, jaxkern::Order::kFloat, false, 4, 4>", "TopKWarp<uint16_t, jaxkern::Order::kFloat, 8, 1>"
+    compile_on_other_gpus((top_k.HEADER, name) for name in kernels)
 
 
 # ---- the functions
