@@ -11,6 +11,7 @@ import typing
 from jaxkern import algorithms, elementwise
 from jaxkern import tiers as tiers  # the former name of `algorithms`
 from jaxkern._core import package
+from jaxkern._core.cpp import Unsupported as Unsupported  # the TypeError of functions that kernels cannot run
 from jaxkern._core.package import __version__ as __version__
 from jaxkern._core.registry import export_checks
 from jaxkern.accelerate import CheckError, accelerate, explain, install, installed, uninstall
@@ -143,4 +144,4 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     *elementwise.__all__,
 ]
 
-package.publish(__name__, export_checks)
+package.publish(__name__, Unsupported, export_checks)

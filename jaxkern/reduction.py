@@ -147,7 +147,7 @@ def reduce_max(
     Derivatives: forward and reverse mode, of any order. Elements that equal the maximum share its gradient equally.
 
     Cost: n e bytes are read, for n elements of e bytes, and one element for each row is written. The gradient reads `x`
-    again and writes n e bytes.
+    twice, once to count the elements that share it, and writes n e bytes.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> jax.grad(lambda x: jaxkern.reduce_max(x))(jnp.array([2.0, 1.0, 2.0])).tolist()

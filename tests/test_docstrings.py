@@ -6,7 +6,9 @@ import inspect
 import pydoc
 import re
 import sys
+import traceback
 
+import jax.numpy as jnp
 import pytest
 
 import jaxkern
@@ -137,6 +139,12 @@ def test_a_missing_section_is_found(pattern, lacks):
     assert not faults("softmax", signature, doc)
     broken, count = re.subn(pattern, "", doc, flags=re.M)
     assert count and lacks in faults("softmax", signature, broken)
+
+
+def test_errors_name_no_private_module():
+    with pytest.raises(TypeError) as raised:
+        jaxkern.elementwise_kernel(lambda x: jnp.sort(jnp.stack([x, -x]))[0])(1.0)
+    assert not PRIVATE.findall("".join(traceback.format_exception_only(raised.value)))
 
 
 def test_a_private_module_is_found():
