@@ -141,6 +141,8 @@ class accelerate(contextlib.ContextDecorator):
     def __enter__(self):
         if self._check:
             raise TypeError("jaxkern.accelerate: check compares the results of a function: accelerate(check=True)(f)")
+        if switch.current() is None and compat.stages():
+            compat.warn_once(switch.INSIDE)
         context = _active(self._settings)
         context.__enter__()
         self._entered.append(context)

@@ -10,7 +10,6 @@ import jax.core
 import jax.numpy as jnp
 
 from jaxkern._core import validate
-from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.rows.function import trace
 from jaxkern._engines.rows.primitive import apply
 
@@ -94,11 +93,7 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
             if not found[2].num_leaves:
                 raise ValueError(f"{label} must return at least one array")
             if all(isinstance(n, int) and n > 1 for n in operands[at].shape):
-                try:
-                    found[0].check()
-                except Unsupported as error:
-                    error.add_note("compute it outside of the function, and pass the result as an operand")
-                    raise
+                found[0].check()
             if any(isinstance(c, jax.core.Tracer) for c in found[1]):
                 return found
             if len(traces) >= KEPT:  # the oldest

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import checkify
 
 import jaxkern
-from jaxkern._core import decisions, switch
+from jaxkern._core import compat, decisions, switch
 
 # ---- lax.scatter, over its dimension numbers
 
@@ -419,6 +419,25 @@ def test_arguments():
     for traced, x in (jax.jit(checked), 1.0), (jax.grad(checked), 1.0), (jax.vmap(checked), jnp.ones(3)):
         with pytest.raises(TypeError, match="put the decorator above"):
             traced(x)
+
+
+def test_a_block_inside_a_traced_function_warns(recwarn):
+    def f(x):
+        with jaxkern.accelerate():
+            return x + 1
+
+    compat.warn_once.cache_clear()
+    for harmless, x in (
+        (f, 1.0),
+        (jax.grad(f), 1.0),
+        (jax.vmap(f), jnp.ones(3)),
+        (jaxkern.accelerate()(jax.jit(f)), 1.0),
+    ):
+        harmless(x)
+    assert not [w for w in recwarn if "no effect" in str(w.message)]
+    with pytest.warns(UserWarning, match="put the block around the call") as found:
+        jax.jit(jax.vmap(jax.grad(f)))(jnp.ones(3))
+    assert [w.filename for w in found] == [__file__]
 
 
 @pytest.mark.parametrize("function", [jaxkern.accelerate, jaxkern.install])

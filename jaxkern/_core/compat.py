@@ -377,6 +377,13 @@ def warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
+def stages() -> bool:
+    """Whether this thread traces a program to be compiled, as under `jax.jit`; not under `jax.grad` or `jax.vmap` alone."""
+    from jax._src import core
+
+    return not core.trace_state_clean() and isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
 def linear_loop(f, args):
     """f(*args), a scan that is linear in args: on jax 0.8 it has a transpose only if it is the tangent of a scan."""
     if jax.__version_info__ >= (0, 10, 2):

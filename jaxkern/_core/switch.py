@@ -74,6 +74,11 @@ class Settings(typing.NamedTuple):
 _context = jax.make_user_context(None)
 _local = threading.local()
 
+INSIDE = (
+    "jaxkern.accelerate: entered inside a function that JAX traces, as under jax.jit, where it has no effect: put the block around the "
+    "call of the jitted function, or the decorator above jax.jit"
+)
+
 
 def current() -> Settings | None:
     """The settings of this thread, or None where programs run as they are."""

@@ -111,7 +111,11 @@ class RowFunction:
         """Raises where the user's function is no row function."""
         if self.row is None:  # the rows have one element
             return
-        program = self.program
+        try:
+            program = self.program
+        except Unsupported as error:
+            error.add_note("compute it outside of the function, and pass the result as an operand")
+            raise
         for step in self.core.epilogue:
             if step.result.set() >= {program.row, *program.others}:
                 program.fail(
