@@ -97,7 +97,10 @@ def test_choices():
 
 @needs_nvrtc
 def test_kernels_compile():
-    kernels = "TopKBlock<uint32_t, jaxkern::Order::kFloat, false, 4, 4>", "TopKWarp<uint16_t, jaxkern::Order::kFloat, 8, 1>"
+    kernels = (
+        "TopKBlock<uint32_t, jaxkern::Order::kFloat, false, 4, 4>",
+        "TopKWarp<uint16_t, jaxkern::Order::kFloat, 8, 1>",
+    )
     compile_on_other_gpus((top_k.HEADER, name) for name in kernels)
 
 
