@@ -31,20 +31,6 @@ PARAMS, SUMS_PARAMS = Params("norm/norm.cuh", "NormParams"), Params("norm/backwa
 _ARRAYS = ("x", "residual", "g", "scale", "bias", "y", "sum")  # members of NormParams
 DTYPES = tuple(FLOAT_BYTES)
 
-_WARP_PACKS = 8  # per lane, by default
-_FORWARD_THREADS, _BACKWARD_THREADS = (
-    128,
-    256,
-)  # threads of a block whose rows belong to lanes; for gradients of long rows 128
-_BLOCK_THREADS, _MOST_THREADS = 512, 1024  # at most, of a block per row; the latter forward, for rows that need it
-_BLOCK_HELD = 8  # vectors per thread
-_SUM_WORDS = 64  # of registers, for a thread's sums over rows
-_KEPT_WORDS = 80  # kNormKept
-_BUSY_THREADS, _RESIDENT_THREADS = 480, 1024  # of the gradient, on a multiprocessor: wanted, and at most
-_CLUSTERS = (2, 4, 8, 16)  # blocks
-_CLUSTER_VECTORS = 512  # per block, at least, where there are few rows
-_STAGES = 4  # rows of a thread in shared memory
-STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
 _MOST_EPILOGUE_ARGS = 16
 _EPILOGUE_DTYPES = {*DTYPES, "int32", "uint32", "int64"}
 
@@ -105,17 +91,21 @@ def _held(p: Problem, device) -> tuple[int, int] | None:
     microseconds in one block of 320 threads, 98 in three of 160; rms_norm of 16384 x 8192 takes 236 in one block of 512 and 221
     in two of 256 (H200).
     """
-    most = min(_BLOCK_HELD, _SUM_WORDS // max(1, p.sums * p.vector * FLOAT_BYTES[p.computing] // 4))
+    most = min(tuning.BLOCK_HELD, tuning.SUM_WORDS // max(1, p.sums * p.vector * FLOAT_BYTES[p.computing] // 4))
     wanted = max(1, 16 // p.vector) if p.backward else 4
     best = None
-    for held in range(1, (most if p.backward else _BLOCK_HELD) + 1):
+    for held in range(1, (most if p.backward else tuning.BLOCK_HELD) + 1):
         threads = 32 * ceil_div(p.vectors, 32 * held)
-        if threads <= (_BLOCK_THREADS if p.backward or p.vectors <= _BLOCK_HELD * _BLOCK_THREADS else _MOST_THREADS):
+        if threads <= (
+            tuning.BLOCK_THREADS
+            if p.backward or p.vectors <= tuning.BLOCK_HELD * tuning.BLOCK_THREADS
+            else tuning.MOST_THREADS
+        ):
             few = 0 if threads >= 128 else 1  # whose blocks are short: as if an eighth of them were idle
             cost = held * threads * (8 + few), abs(held - wanted)
             if p.backward:
                 blocks = _resident(p, device, ceil_div(p.width // p.pack, threads), threads, threads)
-                cost = blocks * threads < _BUSY_THREADS, blocks < 2, *cost
+                cost = blocks * threads < tuning.BUSY_THREADS, blocks < 2, *cost
             best = min(best, (cost, held, threads)) if best else (cost, held, threads)
     return best[1:] if best else None
 
@@ -125,9 +115,9 @@ def _resident(p: Problem, device, packs: int, threads: int, group: int) -> int:
     # Sums over rows, and what NormBackward keeps of a row. The rest was found by looking for spills.
     words = packs * p.pack * p.sums * FLOAT_BYTES[p.computing] // 4
     kept = packs * p.pack * (2 + p.sums) * FLOAT_BYTES[p.computing] // 4
-    registers = (48 if packs > 8 else 40) + (kept if kept <= _KEPT_WORDS else words + 32)
+    registers = (48 if packs > 8 else 40) + (kept if kept <= tuning.KEPT_WORDS else words + 32)
     shared = _stages_room(device) // (2 * _stage_bytes(p, packs, threads, group))
-    return max(1, min(65536 // (registers * threads), _RESIDENT_THREADS // threads, shared))
+    return max(1, min(65536 // (registers * threads), tuning.RESIDENT_THREADS // threads, shared))
 
 
 def _stages_room(device) -> int:
@@ -139,13 +129,17 @@ def _clustered(p: Problem, device) -> tuple[int, Problem] | None:
     """(blocks of a cluster, the problem of one of them); None if there is no cluster for the problem."""
     if device.compute_capability < 90 or device.shared_memory < 227 * 1024 or p.pack != p.vector:
         return None
-    for blocks in _CLUSTERS:
+    for blocks in tuning.CLUSTERS:
         part = p._replace(width=ceil_div(p.vectors, blocks) * p.vector)
         if blocks > device.sm_count:
             return None
-        holds = part.vectors <= _BLOCK_HELD * _BLOCK_THREADS and fits("block", part, device)
+        holds = part.vectors <= tuning.BLOCK_HELD * tuning.BLOCK_THREADS and fits("block", part, device)
         # Few rows take more blocks each.
-        more = p.rows * 2 * blocks <= device.sm_count and part.vectors >= _CLUSTER_VECTORS and blocks < _CLUSTERS[-1]
+        more = (
+            p.rows * 2 * blocks <= device.sm_count
+            and part.vectors >= tuning.CLUSTER_VECTORS
+            and blocks < tuning.CLUSTERS[-1]
+        )
         if holds and not more:
             return blocks, part
     return None
@@ -180,7 +174,7 @@ def written(p: Problem, device) -> str:
     A block has rows of many small packs: bfloat16 65536 x 1001, microseconds of warp, block and XLA: rms_norm 144, 83 and 97,
     its gradient 253, 179 and 230, the gradient of layer_norm 512, 228 and 358 (H200).
     """
-    warp = fits("warp", p, device) and p.width <= 32 * _WARP_PACKS * p.pack
+    warp = fits("warp", p, device) and p.width <= 32 * tuning.WARP_PACKS * p.pack
     return next(a for a in ALGORITHMS[1 + (not warp) :] if fits(a, p, device))
 
 
@@ -244,9 +238,9 @@ class Norm(typing.NamedTuple):
         first, last = self.gradients[0], self.gradients[-1]
         out = [result(first[0]), result(last[0])]
         args = [SUMS_PARAMS(partial=scratch(offset), out=out, width=p.width, blocks=blocks)]
-        grid = ceil_div(p.width, _SUMS_COLUMNS)
+        grid = ceil_div(p.width, tuning.SUMS_COLUMNS)
         name = f"NormSums<{computing}, {CUDA_TYPES[first[1]]}>"
-        return [Launch("norm/backward.cuh", name, args, (grid, len(self.gradients)), _SUMS_THREADS)]
+        return [Launch("norm/backward.cuh", name, args, (grid, len(self.gradients)), tuning.SUMS_THREADS)]
 
     def sums_bytes(self, blocks: int) -> int:
         return len(self.gradients) * blocks * self.p.width * FLOAT_BYTES[self.p.computing]
@@ -267,7 +261,7 @@ def layout_of(p: Problem, algorithm: str, device) -> tuple[int, int, int]:
         assert held is not None
         return 0, *held
     held = ceil_div(p.vectors, 32)
-    threads = _BACKWARD_THREADS if p.backward and held <= 2 else _FORWARD_THREADS
+    threads = tuning.BACKWARD_THREADS if p.backward and held <= 2 else tuning.FORWARD_THREADS
     return (32 if held > 1 else 1 << (p.vectors - 1).bit_length()), held, threads
 
 
@@ -293,7 +287,7 @@ def in_registers(n: Norm, algorithm: str) -> tuple[list[Launch], int]:
     # The sums of all groups are added in shared memory, at the end.
     sums = threads // lanes * p.width * FLOAT_BYTES[p.computing] if lanes else 0
     resident = _resident(own, n.device, packs, threads, of_block)
-    stages = max(2, min(_STAGES, _stages_room(n.device) // resident // stage))
+    stages = max(2, min(tuning.STAGES, _stages_room(n.device) // resident // stage))
     blocks = min(ceil_div(p.rows, threads // of_block), n.device.sm_count * resident // cluster)  # or clusters
     options = f"{owners}, {packs}, {threads}, {stages}, {whole}, {resident}"
     name = f"NormBackward<{n.op}, {p.pack}, {options}>"
@@ -309,14 +303,14 @@ def _streaming(n: Norm, pack: int) -> tuple[list[Launch], int]:
     p = n.p
     blocks = min(p.rows, 4 * n.device.sm_count)
     if not p.backward:
-        return n.forward("norm/stream.cuh", f"NormStream<{n.op}, {pack}", blocks, blocks, STREAM_THREADS), 0
+        return n.forward("norm/stream.cuh", f"NormStream<{n.op}, {pack}", blocks, blocks, tuning.STREAM_THREADS), 0
     numbers = p.rows * 4 * FLOAT_BYTES[p.computing]
-    tiles = ceil_div(p.width, pack * _COLUMN_THREADS)
+    tiles = ceil_div(p.width, pack * tuning.COLUMN_THREADS)
     parts = min(p.rows, ceil_div(16 * n.device.sm_count, tiles), 65535)
     partial = scratch(numbers) if n.gradients else null
     steps = [
-        (f"NormRowStats<{n.op}, {pack}>", n.params(blocks, scratch()), blocks, STREAM_THREADS),
-        (f"NormColumns<{n.op}, {pack}>", n.params(parts, scratch(), partial), (tiles, parts), _COLUMN_THREADS),
+        (f"NormRowStats<{n.op}, {pack}>", n.params(blocks, scratch()), blocks, tuning.STREAM_THREADS),
+        (f"NormColumns<{n.op}, {pack}>", n.params(parts, scratch(), partial), (tiles, parts), tuning.COLUMN_THREADS),
     ]
     launches = [Launch("norm/stream.cuh", name, [params], grid, threads) for name, params, grid, threads in steps]
     return [*launches, *n.sums(parts, numbers)], numbers + n.sums_bytes(parts)

@@ -3,7 +3,7 @@
 import math
 
 from jaxkern._core import launch
-from jaxkern._ops.norm import plan
+from jaxkern._ops.norm import plan, tuning
 from jaxkern._ops.quantize import plan as quantize_plan
 
 _WARP = 32
@@ -34,7 +34,7 @@ def _streaming(n, kind, inner, pack):
     blocks = min(n.p.rows, 4 * n.device.sm_count)
     name = f"NormQuantizeStream<{n.op}, {pack}, {kind.type}, {quantize_plan.cpp(kind.given)}{f', {inner.name}' if inner else ''}>"
     source = inner.source if inner else ""
-    return [launch.Launch(_HEADER, name, [n.params(blocks)], blocks, plan.STREAM_THREADS, source=source)]
+    return [launch.Launch(_HEADER, name, [n.params(blocks)], blocks, tuning.STREAM_THREADS, source=source)]
 
 
 def launches(operation, device, operands, results, *, extras, numbers, to, block, given, algorithm, function=None):

@@ -1,5 +1,30 @@
-"""Which norms run on hand-written kernels, on generated ones or on XLA, by what was measured."""
+"""Numbers that decide how hand-written norms map to the GPU, and which norms run on generated kernels or on XLA.
 
+A number with a case in brackets was measured; times are device times on an H200 unless it says otherwise. No other number was.
+"""
+
+# Packs of a row in a lane, by default; beyond, a block has the row [bfloat16 65536 x 1001: rms_norm 144 us, 83 in a block, its gradient 253
+# and 179].
+WARP_PACKS = 8
+FORWARD_THREADS = 128  # of a block whose rows belong to lanes
+BACKWARD_THREADS = 256  # the same for gradients; 128 if rows are long
+BLOCK_THREADS = 512  # at most, of a block per row
+MOST_THREADS = (
+    1024  # the same forward, for rows that need it [norm and quantisation, float32 8192 x 32768: 373 us, 753 streaming]
+)
+BLOCK_HELD = 8  # vectors per thread
+SUM_WORDS = 64  # of registers, for a thread's sums over rows
+KEPT_WORDS = 80  # kNormKept
+# Threads of a gradient on a multiprocessor, wanted and at most [bfloat16 8192 x 5120, layer_norm: 98 us with 4 vectors in 160 threads, 114
+# with 2 in 320; float32 133 with 5 in 256, 160 with 4 in 320].
+BUSY_THREADS, RESIDENT_THREADS = 480, 1024
+# Blocks of a cluster: the fewest that hold a row [float32 2048 x 65536, rms_norm 288 us, 447 streaming; its gradient 537 and 846].
+CLUSTERS = (2, 4, 8, 16)
+CLUSTER_VECTORS = 512  # per block, at least, where there are few rows
+STAGES = 4  # rows of a thread in shared memory
+STREAM_THREADS, COLUMN_THREADS, SUMS_COLUMNS, SUMS_THREADS = 512, 128, 32, 512
+
+# Which kernels run.
 WARP_VECTORS = 128  # of a row that lanes of a warp hold
 CLUSTER_WIDTH = 1 << 17  # of 16-bit elements, that 8 blocks hold
 STREAM_ROWS = 128  # at least: a row takes a block
