@@ -1,12 +1,20 @@
 """Signatures of primitives: what they refuse, the types of results, and operands by name. Their other rules are tested with the
-operations that use them."""
+operations that use them. And how few functions lead from a call to its launch."""
+
+import pathlib
+import traceback
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import Primitive
+from plans import needs_runtime
 
+import jaxkern
+from jaxkern._core import launch
 from jaxkern._core.signature import AXIS, FLAT, Signature, distinct, numbered
 
+PACKAGE = pathlib.Path(jaxkern.__file__).parent
 ROWS = Signature(
     lambda params: {
         "x": "T *lead row *trail",
@@ -90,3 +98,50 @@ def test_a_declaration_of_the_parameters():
 def test_a_batch_grows_the_row_s_position_only_before_it():
     assert [AXIS.grown({"axis": 2}, group, 0)["axis"] for group in ("lead", "trail")] == [3, 2]
     assert distinct([None, "a", ("b", "a"), "b"]) == [None, "a", None, "b"]
+
+
+# ---- how much lies between a call and its launch
+
+
+def of_a_call(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+CALLS = {
+    "softmax": (lambda x: jaxkern.softmax(x), "jaxkern_softmax", [of_a_call(64, 1024)]),
+    "rms_norm": (jaxkern.rms_norm, "jaxkern_rms_norm", [of_a_call(64, 1024), of_a_call(1024)]),
+    "gelu": (lambda x: jaxkern.gelu(x), "jaxkern_gelu_tanh", [of_a_call(64, 1024)]),
+    "index_add": (
+        lambda x, index, source: jaxkern.index_add(x, 0, index, source),
+        "jaxkern_index_add",
+        [of_a_call(100, 64), of_a_call(5000, dtype="int32"), of_a_call(5000, 64)],
+    ),
+    "scan": (
+        lambda carry, xs: jaxkern.scan(lambda c, x: (c * 0.5 + x, c), carry, xs),
+        "jaxkern_loop",
+        [of_a_call(512), of_a_call(100, 512)],
+    ),
+}
+
+
+@needs_runtime
+@pytest.mark.parametrize("name", CALLS)
+def test_at_most_ten_functions_lead_from_a_call_to_its_launch(name, monkeypatch):
+    """Functions of this package on the stack where the primitive is bound, and where its plan is made while it is lowered."""
+    f, primitive, operands = CALLS[name]
+    found = {}
+
+    def counted(cls, method, key_of):
+        inner = getattr(cls, method)
+
+        def counting(self, *args, **kwargs):
+            files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+            found[key_of(self)] = sum(pathlib.Path(file).is_relative_to(PACKAGE) for file in files)
+            return inner(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, method, counting)
+
+    counted(Primitive, "bind", lambda prim: prim.name)
+    counted(launch.Plan, "__init__", lambda plan: "plan")
+    jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",))
+    assert found[primitive] + found["plan"] <= 10

@@ -47,11 +47,7 @@ def cast_varying(x, axes):
 
 def enable_x64(on: bool = True):
     """Context manager: 64-bit types inside the block."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(on)
-    from jax.experimental import enable_x64 as legacy
-
-    return legacy(on)
+    return jax.enable_x64(on)
 
 
 def partitioned_devices(ctx) -> int:

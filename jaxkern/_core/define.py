@@ -41,8 +41,8 @@ def primitive(
     on_cpu: the reference as XLA:CPU runs it fastest; used where programs are lowered for the CPU, and for nothing else.
     taylor: a function in jnp for Taylor series; by default the reference.
     makes_nan: whether `checkify` looks for NaN in the results.
-    plan, lowering: as for `lower_to_kernels`, except that partition, adapt and aliases take the primitive first. Without a plan
-        there are no kernels; without a partition, too, XLA lowers the reference.
+    plan, lowering: as for `_lower_to_kernels`. Without a plan there are no kernels; without a partition, too, XLA lowers the
+        reference.
     """
     prim = Primitive(name)
     prim.multiple_results = several
@@ -59,13 +59,11 @@ def primitive(
     if on_cpu is not None:
         mlir.register_lowering(prim, lower_reference(prim, on_cpu), platform="cpu")
     if plan is not None or lowering.get("partition") is not None:
-        for k in {"partition", "adapt", "aliases"} & lowering.keys():
-            lowering[k] = functools.partial(lowering[k], prim) if callable(lowering[k]) else lowering[k]
-        lower_to_kernels(prim, plan, reference, on_cpu=on_cpu, **lowering)
+        _lower_to_kernels(prim, plan, reference, on_cpu=on_cpu, **lowering)
     return prim
 
 
-def lower_to_kernels(
+def _lower_to_kernels(
     prim,
     plan,
     reference,
@@ -85,10 +83,10 @@ def lower_to_kernels(
         shape), or None if there is no kernel for them. A pure function. A plan that asks for more shared memory than the
         device has counts as None. None: there are no kernels.
     reference(*operands, **params): the operation in jnp; on_cpu, if given, is what the CPU runs instead.
-    partition(ctx, operands, params): lowers a call on several devices to one part per device, with `partition.lower`.
+    partition(prim, ctx, operands, params): lowers a call on several devices to one part per device, with `partition.lower`.
         Returning None leaves the call to XLA, which partitions the reference, as it does without `partition`.
-    aliases: {operand: result} that must share memory, or a function of (operands, params) that returns it.
-    adapt(*avals, **params): None if kernels can read operands of these types. Otherwise a function in jnp that takes the
+    aliases: {operand: result} that must share memory, or a function of (prim, operands, params) that returns it.
+    adapt(prim, *avals, **params): None if kernels can read operands of these types. Otherwise a function in jnp that takes the
         same operands and params, and binds `prim` on operands that kernels can read.
     prepare(*avals, **params): None if kernels read operands of these types. Otherwise a function in jnp of the same operands
         and params that returns the operands that they read, as a pytree. `plan` then gets the pytree of their types.
@@ -113,9 +111,9 @@ def lower_to_kernels(
             if instead is not None and (split or kernels):
                 found = instead(ctx, operands, params, _lower_on(platform))
             if found is None and split:
-                found = partition(ctx, operands, params)
+                found = partition(prim, ctx, operands, params)
             elif found is None and kernels:
-                adapted = adapt(*ctx.avals_in, **params) if adapt is not None else None
+                adapted = adapt(prim, *ctx.avals_in, **params) if adapt is not None else None
                 if adapted is not None:
                     return mlir.lower_fun(adapted, multiple_results=prim.multiple_results)(ctx, *operands, **params)
                 prepared = prepare(*ctx.avals_in, **params) if prepare is not None else None
@@ -125,7 +123,7 @@ def lower_to_kernels(
                 gpu = device.this_device()
                 launches = plan(gpu, read, ctx.avals_out, **params)
                 if launches is not None and launches.shared <= gpu.shared_memory:
-                    shared = aliases(own, params) if callable(aliases) else aliases
+                    shared = aliases(prim, own, params) if callable(aliases) else aliases
                     given = {"operand_output_aliases": shared} if shared else {}
                     found = launch.lower(inner, prim.name, launches, own, **given)
             return fallbacks[platform](ctx, *operands, **params) if found is None else found

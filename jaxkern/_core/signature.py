@@ -216,7 +216,9 @@ class Signature:
             )
         mesh = next((x.sharding.mesh for x, *_ in present if not x.sharding.mesh.empty), None)
         found = []
-        sizes, entries = {None: 1} | {dim.name: 1 for *_, dims in present for dim in dims} | sizes, broadcast | entries
+        # 1 where a result is reduced, and where all operands broadcast.
+        sizes = {None: 1} | {dim.name: 1 for *_, dims in present for dim in dims} | sizes
+        entries = broadcast | entries
         for kind, dims in results:
             names = [None if dim.mark == "-" else dim.name for dim in dims]
             spec = PartitionSpec(*distinct([entries.get(n) for n in names]))
@@ -363,7 +365,7 @@ def primitive(
     batch(prim, operands, dims, params): (results, their batch dimensions) where `Signature.batch` does not apply, else None.
     shard: see `Signature.partition`. Without it, XLA partitions the reference.
     plan(device, operands, results, **params), adapt(prim, *operands, **params), prepare(*operands, **params): as for
-        `define.lower_to_kernels`.
+        `define.primitive`.
     """
 
     def by_name(f):
