@@ -94,7 +94,13 @@ def _bytes(row, arrays, results) -> str:
 
 
 def _example(row):
-    values = _TRUTHS if row.types == "logical" else _VALUES
+    values = _VALUES
+    if row.types == "logical":
+        values = _TRUTHS
+    elif row.types == "test":
+        values = {"x": "[-1.5, jnp.inf, jnp.nan]"}
+    elif row.domain[0] <= -1.5:
+        values = _VALUES | {"x": "[-1.5, 0.25, 2.0]"}
     given = {name: f"jnp.array({values[name]})" for name in row.arrays}
     given |= {name: "0.5" if default is None else repr(default) for name, default in row.parameters}
     yield f">>> {', '.join(given)} = {', '.join(given.values())}"
