@@ -92,6 +92,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
 def pytest_sessionfinish(session):
     session.config.golden.finish(keep=bool(session.config.getoption("keyword")))
+    gc.freeze()  # pytest collects garbage five times at its end, which would walk through all that JAX has kept
 
 
 def _numbered(items):

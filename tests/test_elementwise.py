@@ -392,16 +392,12 @@ def test_broadcast(shapes):
                 jaxkern.swiglu(x, gate=y),
             )
 
-        wide = [a.astype(jnp.float32) for a in (x, y)]
-        expected = (
-            x + y,
-            x * y,
-            jnp.where(c, x, y),
-            wide[0] * wide[1] + wide[1],
-            x < y,
-            wide[0] * jax.nn.silu(wide[1]),
-        )
-        for a, b in zip(f(x, y, c), expected):
+        @jax.jit
+        def plain(x, y, c):
+            a, b = x.astype(jnp.float32), y.astype(jnp.float32)
+            return x + y, x * y, jnp.where(c, x, y), a * b + b, x < y, a * jax.nn.silu(b)
+
+        for a, b in zip(f(x, y, c), plain(x, y, c), strict=True):
             assert a.shape == b.shape
             tolerance = 1e-6 if dtype == "float32" else 2e-3
             np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), tolerance, tolerance)

@@ -199,15 +199,22 @@ def test_narrower_results(width, features, dtype):
 
 
 def test_dtypes_of_the_result(x64):
-    for source, wanted in itertools.product(("float16", "float32", "float64"), ("bfloat16", "float32", "float64")):
-        for given in ({}, {"causal": True}, {"score": lambda s, i, j: 2 * s}):
-            x = normal((4, 9), source)
-            y = jaxkern.softmax(x, dtype=wanted, **given)
-            assert y.dtype == wanted
-            np.testing.assert_allclose(y, jaxkern.softmax(x.astype("float64"), **given), atol=2.0**-8)
-            assert (
-                jax.grad(lambda x: jaxkern.softmax(x, dtype=wanted, **given)[1, 0].astype("float32"))(x).dtype == source
-            )
+    for source, given in itertools.product(
+        ("float16", "float32", "float64"), ({}, {"causal": True}, {"score": lambda s, i, j: 2 * s})
+    ):
+
+        @jax.jit
+        def run(x, given=given):
+            softmax = lambda x, dtype: jaxkern.softmax(x, dtype=dtype, **given)
+            values = {dtype: softmax(x, dtype) for dtype in ("bfloat16", "float32", "float64")}
+            slope = lambda dtype: jax.grad(lambda x: softmax(x, dtype)[1, 0].astype("float32"))(x)
+            return values, [slope(dtype) for dtype in values], jaxkern.softmax(x.astype("float64"), **given)
+
+        values, slopes, exact = run(normal((4, 9), source))
+        for dtype, y in values.items():
+            assert y.dtype == dtype
+            np.testing.assert_allclose(y, exact, atol=2.0**-8)
+        assert all(slope.dtype == source for slope in slopes)
     with pytest.raises(TypeError, match="dtype must be a floating-point type, got int32"):
         jaxkern.softmax(jnp.ones(3), dtype=jnp.int32)
 
@@ -417,7 +424,8 @@ def test_the_same_bits_everywhere(dtype, width):
         cpu = jax.device_put(x, jax.devices("cpu")[0])
         np.testing.assert_array_equal(jax.jit(draws)(cpu)[0], wanted)
         key = jnp.asarray(KEY).reshape(1, 1, 1, 2)
-        np.testing.assert_array_equal(dropout.kept(x.shape, 2, key, THRESHOLD), wanted)
+        in_jnp = jax.jit(lambda key: dropout.kept(x.shape, 2, key, THRESHOLD))
+        np.testing.assert_array_equal(in_jnp(key), wanted)
 
 
 def test_vmap_numbers_each_example_by_itself():

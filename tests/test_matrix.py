@@ -511,16 +511,17 @@ TRANSFORMATIONS = {
         "export of vjp": lambda f, x, t: _exported(lambda x, t: jax.vjp(f, x)[1](t))(x, t).call(x, t),
     },
 }
-# These are about what happens outside of a program; all others of a test are one program.
-OUTSIDE_JIT = ("jit", "eager", "grad, eager", "jvp, eager", "donation", "export", "export of vjp")
+# These are about what happens outside of a program; all others of a test are one program. The reference needs no other but an export.
+EXPORTS = ("export", "export of vjp")
+OUTSIDE_JIT = ("jit", "eager", "grad, eager", "jvp, eager", "donation", *EXPORTS)
 
 
 def check(f, g, transformations):
     x, t = inputs()
-    inside = {k: v for k, v in transformations.items() if k.split(": ")[1] not in OUTSIDE_JIT}
     results = []
-    for h in (f, g):
-        program = jax.jit(lambda x, t, h=h: {name: run(h, x, t) for name, run in inside.items()})
+    for h, outside in ((f, OUTSIDE_JIT), (g, EXPORTS)):
+        inside = {k: v for k, v in transformations.items() if k.split(": ")[1] not in outside}
+        program = jax.jit(lambda x, t, h=h, inside=inside: {name: run(h, x, t) for name, run in inside.items()})
         results.append(
             program(x, t) | {name: run(h, x, t) for name, run in transformations.items() if name not in inside}
         )

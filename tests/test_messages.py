@@ -177,9 +177,9 @@ def test_gradients_of_16_bits(op, name, x64):
 @pytest.mark.parametrize(("op", "name"), [("sum", "all"), ("mean", "heads"), ("max", "mixed"), ("map", "first")])
 @pytest.mark.optimized
 def test_forward_mode_and_second_derivatives(op, name, x64):
-    """In float64, jitted, against plain JAX operation by operation.
+    """In float64, jitted, against plain JAX; for the maximum, operation by operation.
 
-    A jitted reference is wrong for the maximum: XLA:CPU computes the messages once for the maximum and again where they are
+    There a jitted reference is wrong: XLA:CPU computes the messages once for the maximum and again where they are
     compared with it, there with fused multiply-adds, and then no message equals its maximum.
     """
     case, at, graph, operands = problem(op, name, "float64")
@@ -193,7 +193,8 @@ def test_forward_mode_and_second_derivatives(op, name, x64):
         return jax.jvp(lambda o: jnp.nan_to_num(f(o), neginf=0), (operands,), (tangents,)), jax.grad(slope)(operands)
 
     found = jax.jit(functools.partial(second, ours))(operands)
-    close(found, second(theirs, operands), "float64", scale=10)
+    reference = functools.partial(second, theirs)
+    close(found, (reference if op == "max" else jax.jit(reference))(operands), "float64", scale=10)
 
 
 def test_only_the_gradients_that_are_wanted():
@@ -449,7 +450,7 @@ def test_odd_shapes(count, senders, receivers, features, drops, op, seed):
     found, g = run(operands)
     close(found, want, "float32")
     assert jax.tree.map(jnp.shape, g) == jax.tree.map(jnp.shape, operands)
-    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(g))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(g))
 
 
 def test_features_of_symbolic_size():

@@ -205,7 +205,7 @@ def test_captured_scalars():
         return (g * y).sum()
 
     jaxkerns = functools.partial(loss, lambda f, x: jaxkern.softmax(x, score=f), x)
-    wanted = functools.partial(loss, lambda f, x: plain("softmax", f)(x), x)
+    wanted = jax.jit(functools.partial(loss, lambda f, x: plain("softmax", f)(x), x))
     for transform in (lambda f: jax.grad(f, (0, 1)), lambda f: jax.jit(jax.grad(f, (0, 1)))):
         np.testing.assert_allclose(transform(jaxkerns)(0.7, 1.1), transform(wanted)(0.7, 1.1), 1e-4, 1e-5)
     over = lambda f: jax.vmap(jax.grad(f), (0, None))(jnp.arange(3.0), 0.3)
@@ -284,14 +284,16 @@ def test_derivatives_of_derivatives(operation):
 
     a, t = (x, args[0]), (g, args[0] * 0.5)
     transforms = (
-        lambda f: jax.jvp(loss(f), a, t)[1],
-        lambda f: jax.jvp(f(operation, score), a, t)[1],
-        lambda f: jax.jvp(jax.grad(loss(f), (0, 1)), a, t)[1],
-        lambda f: jax.grad(second(f), (0, 1))(*a),
-        lambda f: jax.grad(lambda x: jax.jvp(loss(f), (x, a[1]), t)[1])(x),
+        lambda f, a, t: jax.jvp(loss(f), a, t)[1],
+        lambda f, a, t: jax.jvp(f(operation, score), a, t)[1],
+        lambda f, a, t: jax.jvp(jax.grad(loss(f), (0, 1)), a, t)[1],
+        lambda f, a, t: jax.grad(second(f), (0, 1))(*a),
+        lambda f, a, t: jax.grad(lambda x: jax.jvp(loss(f), (x, a[1]), t)[1])(a[0]),
     )
-    for transform in transforms if operation == "softmax" else transforms[2:4]:
-        close(transform(ours), transform(plain), 1e-3)
+    used = transforms if operation == "softmax" else transforms[2:4]
+    found, wanted = (jax.jit(lambda a, t, f=f: [of(f, a, t) for of in used])(a, t) for f in (ours, plain))
+    for one, expected in zip(found, wanted):
+        close(one, expected, 1e-3)
 
 
 @pytest.mark.parametrize("axes", [(0, None), (0, 0), (2, None), (None, 1), (4, 2)])
@@ -300,7 +302,8 @@ def test_vmap(axes):
     shapes = [(2, 3, 4, 5), (3, 1, 5)]
     x, bias = (random(s if a is None else (*s[:a], 3, *s[a:]), "float32") for s, a in zip(shapes, axes))
     f = lambda s, b, h, q, k, c: s * c + 0.1 * h * q - 0.2 * b * k
-    run = lambda make: jax.vmap(both(make("softmax", f), [0], jnp.arange(120.0).reshape(2, 3, 4, 5) % 7), axes)(x, bias)
+    g = np.arange(120.0, dtype=np.float32).reshape(2, 3, 4, 5) % 7
+    run = lambda make: jax.jit(jax.vmap(both(make("softmax", f), [0], g), axes))(x, bias)
     close(run(ours), run(plain))
 
 
