@@ -110,9 +110,9 @@ def softmax(
     closed-over scalars take one more kernel for the derivative of the scores, and one for all sums.
 
     Cost: for n elements of e bytes, the call moves 2 n e bytes and the gradient 3 n e, and what masks, biases and
-    `score_args` occupy. Rows that are too long to be kept are read twice, which adds n e. The arguments `scale`, `bias`,
-    `causal` and dropout select kernels for the last axis (of more than one element); along other axes XLA runs them, with
-    the same dropout bits.
+    `score_args` occupy. Rows that are too long to be kept are read twice: 3 n e bytes, and 5 n e for the gradient. The
+    arguments `scale`, `bias`, `causal` and dropout select kernels for the last axis (of more than one element); along other
+    axes XLA runs them, with the same dropout bits.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> x = jnp.array([[0.0, 0.0, 5.0], [1.0, 1.0, 1.0]])

@@ -78,8 +78,8 @@ def rms_norm(
     `epilogue` closes over. One kernel computes the gradients of `x` and `scale`; its residuals are the arguments.
 
     Cost: for n elements of e bytes, the call moves 2 n e bytes, or 4 n e with a residual, and the gradient 3 n e. Rows that
-    are too long to be kept (1 MB; 128 KB before Hopper) are read twice, which adds n e. `quantize` writes 1 byte instead of
-    e.
+    are too long to be kept (1 MB; 128 KB before Hopper; shorter ones in gradients) are read twice: 3 n e bytes and 5 n e.
+    `quantize` writes 1 byte instead of e.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> y = jaxkern.rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 10.0]))
