@@ -273,10 +273,12 @@ def with_epilogue(name, shape, args, dtype="bfloat16", algorithm="warp"):
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
-def test_kernels_with_a_function():
-    """Arguments per row, along rows, and broadcast over some rows."""
+@pytest.mark.parametrize("whole", [True, False])
+def test_kernels_with_a_function(whole):
+    """Arguments per row, along rows, and broadcast over some rows; not whole: of fewer dimensions, as `vmap` leaves them."""
     shape = (3, 7, 40)
     args = [((3, 7, 1), "float32"), ((3, 1, 40), "bfloat16"), ((1, 1, 40), "int32"), ((1, 1, 1), "float32")]
+    args = args if whole else [((7, 1), "float32"), ((3, 1, 40), "bfloat16"), ((40,), "int32"), ((), "float32")]
     f = with_epilogue("layer_norm", shape, args)
     rng = np.random.default_rng(0)
     given = [jnp.asarray(rng.normal(0, 2, a.shape), a.dtype) for a in f.avals]

@@ -371,12 +371,13 @@ def by_hand(device, operands, results, function):
 
 
 def epilogue_of(function, x, args, first) -> Epilogue | None:
-    """None if kernels cannot read these operands, of the rank of x."""
-    views = [broadcast_view(x.shape, a.shape, x.ndim - 1) for a in args]
+    """None if kernels cannot read these operands, which broadcast to x, maybe from fewer dimensions: `vmap` leaves them so."""
+    shapes = [(1,) * (x.ndim - a.ndim) + a.shape for a in args]
+    views = [broadcast_view(x.shape, shape, x.ndim - 1) for shape in shapes]
     readable = len(args) <= _MOST_EPILOGUE_ARGS and {a.dtype.name for a in args} <= _EPILOGUE_DTYPES
     if None in views or not readable or not function.fits():
         return None
-    splat = sum((a.shape[-1] == 1) << k for k, a in enumerate(args))
+    splat = sum((shape[-1] == 1) << k for k, shape in enumerate(shapes))
     types = ["Epilogue", str(splat), *(CUDA_TYPES[a.dtype.name] for a in args)]
     pointers = [operand(first + k) for k in range(len(args))] or [null]
     maps = [view.members[0] for view in views if view] or [EMPTY_VIEW.members[0]]
