@@ -168,8 +168,8 @@ class Explanation(collections.abc.Sequence):
     def __str__(self) -> str:
         if not self.decisions:
             return (
-                "jaxkern: the program has no operation that jaxkern could take. JAX drops what no result of the function needs: "
-                "return the gradients, too, if they are missing here"
+                "jaxkern: the program has no operation of plain JAX that jaxkern could take. Calls of jaxkern's own functions are not "
+                "listed, nor is what no result of the function needs: return the gradients, too, if they are missing here"
             )
         head = ("", "operation", "operands", "MB", "why", "where")
         rows = [head]
