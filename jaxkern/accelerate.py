@@ -91,6 +91,8 @@ class accelerate(contextlib.ContextDecorator):
         export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
         deterministic: takes every scatter-add of floating-point numbers that kernels can run, whatever its size, and adds
             in a fixed order. By default short rows of float32 or float64 are added in no fixed order, as XLA adds them.
+        tune: with "rows" in `only`, the GPU times each region of rows once, as XLA runs it and as one kernel, while a program
+            that has it is compiled. These times decide in place of estimates. They are kept in the cache folder.
 
     Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. Sums of rows of more than 60
     bytes have the same bits in every run, with `deterministic` all sums that are taken. Otherwise results differ only in
@@ -126,8 +128,9 @@ class accelerate(contextlib.ContextDecorator):
         force: bool = False,
         export: bool = False,
         deterministic: bool = False,
+        tune: bool = False,
     ):
-        self._settings = _settings(only, without, force, export, deterministic)
+        self._settings = _settings(only, without, force, export, deterministic, tune)
         if not isinstance(check, (bool, np.bool_)) and validate.number("accelerate", "check", check) < 0:
             raise ValueError(f"jaxkern.accelerate: check must not be negative, got {check}")
         self._check = check
@@ -172,6 +175,7 @@ def install(
     force: bool = False,
     export: bool = False,
     deterministic: bool = False,
+    tune: bool = False,
 ) -> None:
     """`accelerate` for the whole process: every thread, until `uninstall`. The arguments are the same, but for `check`.
 
@@ -181,6 +185,7 @@ def install(
         force: takes every case that the kernels can run.
         export: also in programs that `jax.export` makes.
         deterministic: adds all floating-point scatters in a fixed order.
+        tune: lets times of regions of rows decide, in place of estimates.
 
     Raises:
         ValueError: a name is unknown.
@@ -191,7 +196,7 @@ def install(
     >>> jaxkern.uninstall()
     """
     global _installed
-    settings = _settings(only, without, force, export, deterministic, name="install")
+    settings = _settings(only, without, force, export, deterministic, tune, name="install")
     _prepare(settings)
     if not switch.set_default(settings):
         compat.warn_once("jaxkern.install: this version of JAX has no default to set; use `with jaxkern.accelerate()`")
@@ -235,7 +240,7 @@ def installed() -> tuple[str, ...]:
 
 
 def explain(f: Callable, platform: str = "cuda", **jit_options: typing.Any) -> Callable[..., Explanation]:
-    """A function of the arguments of `f` that reports which operations of `f` would run on jaxkern; it runs nothing.
+    """A function of the arguments of `f` that reports which operations of `f` would run on jaxkern; it does not run `f`.
 
     It uses the settings of the enclosing `accelerate` or `install`; without one, the settings of `accelerate()`. Gradients of
     log_softmax, which are taken only on request, are listed as left, with the reason "on request: ...". Rows are listed if
@@ -268,7 +273,7 @@ def explain(f: Callable, platform: str = "cuda", **jit_options: typing.Any) -> C
     validate.choice("explain", "platform", platform, ("cpu", "cuda", "rocm", "tpu"))
 
     def explained(*args, **kwargs) -> Explanation:
-        settings = switch.current() or _settings(None, (), False, False, False)
+        settings = switch.current() or _settings(None, (), False, False, False, False)
         listed = frozenset(switch.LISTED) - settings.operations
         settings = settings._replace(
             operations=settings.operations | listed,
@@ -303,7 +308,7 @@ def _traceable(f, options, args, kwargs):
 # ---- settings
 
 
-def _settings(only, without, force, export, deterministic, name="accelerate") -> Settings:
+def _settings(only, without, force, export, deterministic, tune, name="accelerate") -> Settings:
     """The settings that these arguments of the function `name` stand for, which the user's code has called."""
     if callable(only) and name == "accelerate":
         raise TypeError(
@@ -313,7 +318,8 @@ def _settings(only, without, force, export, deterministic, name="accelerate") ->
     without = _operations(name, "without", without)
     force, export = validate.flag(name, "force", force), validate.flag(name, "export", export)
     deterministic = validate.flag(name, "deterministic", deterministic)
-    return Settings(frozenset(only) - frozenset(without), force, export, deterministic=deterministic)
+    tune = validate.flag(name, "tune", tune)
+    return Settings(frozenset(only) - frozenset(without), force, export, deterministic=deterministic, tune=tune)
 
 
 def _operations(function, argument, given) -> tuple[str, ...]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import math
 import statistics
-import time
 import typing
 from collections.abc import Callable
 
@@ -15,14 +12,9 @@ import jax.core
 import jax.numpy as jnp
 
 from jaxkern import algorithms
-from jaxkern._core import arrays, validate
+from jaxkern._core import arrays, timing, validate
 
 __all__ = ["Benchmark", "benchmark"]
-
-COLD = 192 << 20  # bytes that calls touch before they come back to the same array: three times the L2 of an H200
-COPIES = 256  # copies of the operands, at most. If these do not add up to COLD, the host limits the calls anyway.
-READING = 0.01  # seconds that a reading of the clock takes at least
-ENQUEUED = 16  # calls of a reading whose enqueueing is timed; JAX lets the host be 32 calls ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +100,9 @@ def _benchmark(f, args, repeats: int) -> Benchmark:
         raise TypeError(
             "jaxkern.benchmark: args must be arrays, got traced ones: it cannot be called in a jitted function"
         )
-    operands = tuple(_random(x, k) if isinstance(x, jax.ShapeDtypeStruct) else x for k, x in enumerate(given))
+    operands = tuple(
+        timing.random_array(x, k) if isinstance(x, jax.ShapeDtypeStruct) else x for k, x in enumerate(given)
+    )
     copies = [
         jax.jit(jnp.copy).lower(x).compile() for x in operands
     ]  # they run at once, also while something is traced
@@ -118,7 +112,7 @@ def _benchmark(f, args, repeats: int) -> Benchmark:
         xla = jax.jit(function).lower(*first).compile()
     results = ours(*first)
     moved = sum(x.nbytes for x in (*first, *results))
-    count = max(1, min(COPIES, math.ceil(COLD / max(1, moved))))
+    count = timing.copies_of(moved)
 
     device = next((next(iter(x.devices())) for x in (*results, *first)), jax.devices()[0])
     place = jax.sharding.SingleDeviceSharding(device)
@@ -127,51 +121,9 @@ def _benchmark(f, args, repeats: int) -> Benchmark:
     sets = [first, *(tuple(copied(x) for copied, x in zip(copies, operands)) for _ in range(count - 1))]
     copy = jax.jit(jnp.copy).lower(*sources[0]).compile()
 
-    candidates = [_Candidate(ours, sets), _Candidate(xla, sets), _Candidate(copy, sources)]
+    candidates = [timing.Candidate(ours, sets), timing.Candidate(xla, sets), timing.Candidate(copy, sources)]
     for _ in range(repeats):
         for candidate in candidates:
             candidate.read()
     us, xla_us, copy_us = (statistics.median(c.readings) for c in candidates)
     return Benchmark(us, xla_us, copy_us, moved, statistics.median(candidates[0].enqueueing), device.device_kind)
-
-
-class _Candidate:
-    """A compiled function that is timed on sets of operands, which it goes round."""
-
-    def __init__(self, call, sets):
-        self.call, self.sets, self.next = call, sets, 0
-        self.readings, self.enqueueing = [], []  # microseconds of a call
-        self._seconds(2)  # what the first calls alone have to do
-        self.calls = max(1, min(1000, math.ceil(READING / self._seconds(3)[0])))
-
-    def read(self) -> None:
-        seconds, enqueue = self._seconds(self.calls)
-        self.readings.append(1e6 * seconds)
-        self.enqueueing.append(1e6 * enqueue)
-
-    def _seconds(self, calls: int) -> tuple[float, float]:
-        """The seconds that a call takes, and those that the host takes to enqueue it."""
-        kept = collections.deque(maxlen=len(self.sets))  # results in memory of their own
-        timed = min(calls, ENQUEUED)
-        start = enqueued = time.perf_counter()
-        for k in range(calls):
-            kept.append(self.call(*self.sets[self.next]))
-            self.next = (self.next + 1) % len(self.sets)
-            if k + 1 == timed:
-                enqueued = time.perf_counter()
-        jax.block_until_ready(kept)
-        return (time.perf_counter() - start) / calls, (enqueued - start) / timed
-
-
-def _random(x: jax.ShapeDtypeStruct, seed: int):
-    def make():
-        key = jax.random.key(seed)
-        if jnp.issubdtype(x.dtype, jnp.bool_):
-            return jax.random.bernoulli(key, shape=x.shape)
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return jax.random.randint(key, x.shape, 0, min(100, jnp.iinfo(x.dtype).max + 1)).astype(x.dtype)
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            return jax.random.normal(key, x.shape, x.dtype)
-        return jax.random.normal(key, x.shape, jnp.float64 if x.dtype == jnp.float64 else jnp.float32).astype(x.dtype)
-
-    return jax.jit(make, out_shardings=x.sharding).lower().compile()()

@@ -187,7 +187,7 @@ ARGUMENTS = {
     "count": "repeats num_segments num_bags num_slots num_nodes num_senders num_receivers length capacity",
     "axis": "channel_axis",
     "axes": "axis batch_axes reduce_features",
-    "bool": "keepdims indices_are_sorted unique_indices deterministic wrap causal transposed transpose_weight approximate "
+    "bool": "keepdims indices_are_sorted unique_indices deterministic tune wrap causal transposed transpose_weight approximate "
     "reverse force export most_recent return_sign promote_integers exclusive renormalize descending density",
     "number": "z_loss",
     "positive": "eps epsilon soft_cap label_smoothing dropout_rate",

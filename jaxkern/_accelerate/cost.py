@@ -44,13 +44,14 @@ READS_ALONE = 1.15  # factor of a kernel that writes no rows and reduces in seve
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of a region in XLA and as one kernel, and the bytes that each moves."""
+    """Seconds of a region in XLA and as one kernel, and the bytes that each moves. measured: these are no estimates (tune.py)."""
 
     xla: float
     kernel: float
     xla_bytes: int
     kernel_bytes: int
     bandwidth: float
+    measured: bool = False
 
     @property
     def wins(self) -> bool:
@@ -64,7 +65,7 @@ class Estimate:
     def __str__(self):
         return (
             f"XLA {self.xla * 1e6:.0f} us, {self.xla_bytes / 1e6:.3g} MB; "
-            f"one kernel {self.kernel * 1e6:.0f} us, {self.kernel_bytes / 1e6:.3g} MB"
+            f"one kernel {self.kernel * 1e6:.0f} us, {self.kernel_bytes / 1e6:.3g} MB{', measured' * self.measured}"
         )
 
 

@@ -12,7 +12,7 @@ import typing
 
 import jax
 
-from jaxkern._accelerate import cost, regions
+from jaxkern._accelerate import cost, regions, tune
 from jaxkern._accelerate.functions import MARKS
 from jaxkern._accelerate.regions import FUSED, bytes_of, is_variable, variables
 from jaxkern._core import (
@@ -59,12 +59,13 @@ def rewrite(module, jaxpr):
     least, refusal = 2 if settings.force else LEAST, _refusal(ctx, settings)
     if not any(map(functools.partial(_reduces, least), jaxpr.eqns)):
         return jaxpr
+    tunes = settings.tune and not (settings.force or refusal or compat_lowering.for_export(ctx))
     marks = None
     while True:
         equations, results, opened = _inlined(jaxpr, seen, marks)
         equations, found = regions.find(equations, results, least)
         program = _Program(equations, results, found)
-        taken = program.decided(settings, refusal)
+        taken = program.decided(settings, refusal, tunes)
         # Functions by name stay if no region needs a part of them: they may have kernels of their own.
         inside = {id(e) for region, _ in taken for e in region.equations}
         needed = {mark for mark, parts in opened.items() if any(id(e) in inside for e in parts)}
@@ -169,10 +170,10 @@ class _Program:
         self.equations, self.results, self.regions = equations, results, found
         self.made = {v: e for e in equations for v in e.outvars}
 
-    def decided(self, settings, refusal) -> list:
-        """(region, kernel) of the regions that win."""
+    def decided(self, settings, refusal, tunes) -> list:
+        """(region, kernel) of the regions that win. tunes: whether regions are timed."""
         self._connect()
-        self.kernels = {region: self._kernel(region) for region in self.regions}
+        self.kernels = {region: self._kernel(region, tunes) for region in self.regions}
         wins = lambda kernel: not kernel.problem and not refusal and (settings.force or kernel.estimate.wins)
         return [(region, kernel) for region, kernel in self.kernels.items() if wins(kernel)]
 
@@ -207,7 +208,8 @@ class _Program:
             own = [v for e in region.equations for v in e.outvars]
             region.results = [v for v in own if v in region.made and v in wanted]
 
-    def _kernel(self, region) -> _Kernel:
+    def _kernel(self, region, tunes) -> _Kernel:
+        """tunes: whether the region is timed, if it has a kernel."""
         needed, kept = set(region.results), []
         for e in reversed(region.equations):
             if not needed.isdisjoint(e.outvars):
@@ -226,6 +228,7 @@ class _Program:
         estimate, problem = _estimated(function, device.this_device())
         if problem:
             return found._replace(problem=problem)
+        estimate = tune.measured(function, estimate) if tunes else estimate
         return found._replace(function=function, estimate=estimate.beside(self._beside(region, operands)))
 
     def _beside(self, region, operands) -> int:

@@ -2,7 +2,8 @@
 
 The runtime (ffi/runtime/cache.cc) writes one file per kernel: a line with the format, then a checksum and a body, each after
 its length. The body is the key, the symbol and the cubin. The key names the NVRTC version, the GPU architecture, the header
-and the kernel. Drafts of processes that died have the name of the file and six more letters.
+and the kernel. Drafts of processes that died have the name of the file and six more letters. Beside them are the times of
+regions that `accelerate(tune=True)` has measured (jaxkern/_accelerate/tune.py).
 """
 
 import argparse
@@ -16,7 +17,7 @@ import typing
 from jaxkern._core import runtime
 
 MAGIC = b"jaxkern kernel 1\n"
-NAME = re.compile(r"[0-9a-f]{32}\.jaxkern(\.[0-9A-Za-z]{6})?")
+NAME = re.compile(r"[0-9a-f]{32}\.(jaxkern(\.[0-9A-Za-z]{6})?|times)")
 
 
 class Entry(typing.NamedTuple):
@@ -46,6 +47,8 @@ def entries(folder: str) -> list[Entry]:
 
 def _describe(path) -> tuple[str, str]:
     """(architecture, kernel) of a file, or empty strings."""
+    if str(path).endswith(".times"):
+        return "", "times of a region"
     with open(path, "rb") as file:
         data = file.read(1 << 16)
     try:
@@ -97,6 +100,6 @@ def main(argv: list[str]) -> int:
     print(f"{folder}: {len(found)} kernels, {size} of at most {runtime.cache_bytes() / 2**20:.0f} MiB")
     for entry in found:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        kernel = f"{entry.architecture} {entry.kernel}" if entry.kernel else "not readable"
+        kernel = f"{entry.architecture} {entry.kernel}".strip() or "not readable"
         print(f"{entry.bytes / 1024:8.1f} KiB  {used}  {kernel}")
     return 0

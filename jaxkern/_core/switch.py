@@ -60,6 +60,7 @@ class Settings(typing.NamedTuple):
     export: takes operations of exported programs too.
     session: if nonzero, the number of a call of `explain` or of a checked function. No cache has its programs.
     listed: the operations that `explain` lists only, since they are taken on request.
+    tune: times decide which regions of rows are taken, in place of estimates.
     deterministic: takes every sum of floating-point numbers that XLA adds in no fixed order, at whatever speed, in a fixed one.
     """
 
@@ -69,6 +70,7 @@ class Settings(typing.NamedTuple):
     session: int = 0
     listed: frozenset = frozenset()
     deterministic: bool = False
+    tune: bool = False
 
 
 _context = jax.make_user_context(None)
