@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkern
+import jaxkern.optax
 
 # Private modules, as a user would read them.
 PRIVATE = re.compile(r"\b_(core|ops|definitions|engines|accelerate|doctor|runtime)\b")
@@ -51,7 +52,7 @@ TOOLS = {
 def _public():
     """{name: object} of what a user can call, and of the classes of what it returns."""
     found = {}
-    modules = [sys.modules[f"jaxkern.{name}"] for name in ("algorithms", "accelerate", "source", "benchmark")]
+    modules = [sys.modules[f"jaxkern.{name}"] for name in ("algorithms", "accelerate", "source", "benchmark", "optax")]
     for module in (jaxkern, *modules):
         found |= {name: getattr(module, name) for name in module.__all__ if callable(getattr(module, name))}
     return {**found, "Order": sys.modules["jaxkern.segment"].Order}
