@@ -11,6 +11,7 @@ import pytest
 
 EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
 MODULES = {"corpus", "display"}  # which examples import
+LAYERS = {"flax_layers": "flax", "equinox_layers": "equinox"}  # and the library that they need
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -51,6 +52,7 @@ def test_language_model_trains_the_same_with_both_libraries(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_help_says_what_one_sees(path, monkeypatch, capsys):
+    pytest.importorskip(LAYERS.get(path.stem, "jax"), reason="needs the `layers` extra")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", [path.name, "--help"])
     if path.stem in MODULES:
@@ -157,6 +159,25 @@ def test_loops_are_those_of_jax(name, arguments, agree, done, tmp_path):
     if name == "recurrent_model":
         first, *_, last = map(float, re.findall(r"jaxkern=([0-9.]+)", progress))
         assert last < 0.9 * first
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("flax_layers", ("--width", 16, "--context", 16, "--batch", 4, "--steps", 10, "--text", EXAMPLES)),
+        ("equinox_layers", ("--width", 8, "--length", 5, "--models", 2, "--batch", 16, "--steps", 10)),
+    ],
+)
+def test_layers_are_those_of_their_library(name, arguments, tmp_path):
+    pytest.importorskip(LAYERS[name], reason="needs the `layers` extra")
+    printed, progress = result(f"{name}.py", *arguments, out=tmp_path / "curves.png", agree="curves")
+    assert "step 10/10" in progress
+    pattern = rf"^(jaxkern|{LAYERS[name]}|moved) +([0-9.]+)"
+    assert len({value for _, value in re.findall(pattern, printed, re.M)}) == 1  # but for rounding
+    first, *_, last = map(float, re.findall(r"jaxkern=([0-9.]+)", progress))
+    assert last < first
+    assert float(re.search(r"difference\|?.*: ([0-9.e-]+), allowed", printed)[1]) < 1e-5
 
 
 @pytest.mark.process
