@@ -1,9 +1,11 @@
 """The runtime of CUDA kernels, without a GPU: launch lists, compilation, the cache on disk, the handler's plumbing.
 
-Each test runs its own program in a new process, on a stand-in for the driver (runtime/fake_cuda.cc).
+Each test runs its own program in a new process, on a stand-in for the driver (runtime/fake_cuda.cc). Most of these processes are
+forked from one that has imported JAX and done nothing else.
 """
 
 import concurrent.futures
+import json
 import os
 import pathlib
 import shutil
@@ -33,21 +35,49 @@ def fake(tmp_path_factory):
     return library
 
 
+@pytest.fixture(scope="module")
+def server(fake):
+    """Forks a child for each program (runtime/setup.py)."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(HERE / "setup.py"), str(fake)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
 @pytest.fixture
-def run(fake, tmp_path):
+def run(server, tmp_path):
     """run(statements, **environment): the lines that a program prints."""
+    outputs = {name: tmp_path / name for name in ("stdout", "stderr")}
+
+    def run(statements, **environment):
+        environment = {"JAXKERN_CACHE_DIR": str(tmp_path / "cache"), **environment}
+        request = {"statements": textwrap.dedent(statements), "environment": environment}
+        print(json.dumps(request | {k: str(v) for k, v in outputs.items()}), file=server.stdin, flush=True)
+        status = server.stdout.readline().strip()
+        stdout, stderr = (path.read_text() for path in outputs.values())
+        assert status == "0", status + stdout + stderr
+        return stdout.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def run_alone(fake, tmp_path):
+    """The same in a process that starts with this environment and may run beside others; returns nothing."""
 
     def run(statements, **environment):
         environment = {"JAXKERN_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu", **environment}
-        done = subprocess.run(
+        subprocess.run(
             [sys.executable, str(HERE / "setup.py"), str(fake), textwrap.dedent(statements)],
             env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
+            check=True,
             timeout=120,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.splitlines()
 
     return run
 
@@ -407,18 +437,18 @@ def test_entries_dated_in_the_future_are_removed_first(run):
     )
 
 
-def test_many_processes_share_a_cache(run, tmp_path):
+def test_many_processes_share_a_cache(run_alone, tmp_path):
     statement = """
         for flag in ("true", "false"):
             assert module.compile("probe.cuh", f"Probe<float, {flag}>", 90)[1]
     """
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: run(statement), range(4)))
+        list(pool.map(lambda _: run_alone(statement), range(4)))
     assert len(files(tmp_path / "cache")) == 2
 
 
-def test_dump(run, tmp_path):
-    run('module.compile("probe.cuh", "Probe<float, true>", 90)', JAXKERN_DUMP=str(tmp_path / "dump"))
+def test_dump(run_alone, tmp_path):
+    run_alone('module.compile("probe.cuh", "Probe<float, true>", 90)', JAXKERN_DUMP=str(tmp_path / "dump"))
     found = {p.suffix: p for p in files(tmp_path / "dump")}
     assert set(found) == {".cu", ".log", ".cubin"}
     assert "Probe<float, true>" in found[".cu"].read_text() and "registers" in found[".log"].read_text()

@@ -2,10 +2,14 @@
 
 python setup.py FAKE_LIBRARY STATEMENTS      on host memory
 python setup.py cuda STATEMENTS              on the GPU
+python setup.py FAKE_LIBRARY                 for each line of standard input, in a child that need not import JAX again
 """
 
+import gc
+import json
 import os
 import pathlib
+import signal
 import sys
 
 import jax
@@ -69,7 +73,27 @@ def launched(text, offset=0):
     return error, b[out : out + 32].view(np.float32)
 
 
+def next_program():
+    """The statements of the next line of standard input, in a child; the parent prints the exit status of each child.
+
+    A line is a JSON object: statements, environment, stdout and stderr (the names of files). The parent has no threads and no arrays.
+    """
+    gc.freeze()  # children do not walk through what they share
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(120)
+            os.environ.update(request["environment"])
+            for fd, name in ((1, "stdout"), (2, "stderr")):
+                os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
+            return request["statements"]
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    sys.exit()
+
+
 if __name__ == "__main__":
+    statements = sys.argv[2] if len(sys.argv) > 2 else next_program()
     configure()
     if sys.argv[1] == "cuda":
         jax.ffi.register_ffi_target("jaxkern_probe", module.stages(), platform="CUDA")
@@ -78,4 +102,4 @@ if __name__ == "__main__":
         assert module.load_driver(sys.argv[1]) == ""
     x = jnp.arange(8, dtype=jnp.float32)
     expected = 3 * np.arange(8, dtype=np.float32) + 0.5
-    exec(sys.argv[2])
+    exec(statements)
