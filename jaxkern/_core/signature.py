@@ -132,7 +132,7 @@ class Signature:
 
     def of(self, params) -> "Signature":
         """The signature for these parameters."""
-        return _declaring(self, tuple(self.declared(params).items())) if callable(self.declared) else self
+        return _of(self, tuple(params.items())) if callable(self.declared) else self
 
     def expand(self, flat, params) -> tuple:
         """(all operands by name, the parameters without `given`) of the operands and the parameters of the primitive."""
@@ -146,6 +146,8 @@ class Signature:
         if "given" in params:
             return operands, params
         self = self.of(params)
+        if not self.optional:
+            return operands, params
         operands = self.named(*operands)
         given = [n for n in self.optional if getattr(operands, n) is not None]
         present = [x for n, x in operands._asdict().items() if x is not None or n not in self.optional]
@@ -308,6 +310,11 @@ class Signature:
         return partition.lower(
             ctx, prim, flat, params, names, part, of(exact), [n for n in groups if n in summed], of(whole)
         )
+
+
+@functools.lru_cache(maxsize=1024)  # eager calls ask for it, too
+def _of(signature, params):
+    return _declaring(signature, tuple(signature.declared(dict(params)).items()))
 
 
 @functools.cache
