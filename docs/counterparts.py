@@ -193,7 +193,98 @@ def _fields(layer, *without) -> dict:
     )
 
 
+ONE_KIND = "JAX accepts None alone; the sort is stable"
+SORTED = jnp.array([[3.0, -1.0, jnp.nan, 3.0, 0.0], [2.0, 2.0, -jnp.inf, 7.0, 1.0]])
+SAMPLES = jnp.array([0.5, 2.0, 2.5, 9.0, -1.0])
+
+
+def _sorting_calls():
+    return [((x,), {}) for x in (SORTED, SORTED.astype("bfloat16"), jnp.array([3, 1, 2]))] + [
+        ((SORTED, 0), {}),
+        ((SORTED,), {"axis": None, "descending": True}),
+    ]
+
+
+def _quantile_calls(*fractions):
+    x = _array(3, 4, 5)
+    given = ({}, {"axis": 1}, {"axis": (0, 2), "keepdims": True})
+    return lambda: [((x, *fractions), dict(g)) for g in given]
+
+
+SELECTION = (
+    Counterpart(
+        "top_k",
+        "jax.lax.top_k",
+        jax.lax.top_k,
+        lambda: [((SORTED, 2), {}), ((SORTED.astype("bfloat16"), 5), {"axis": -1})],
+        same={"operand": "x"},
+        without={"is_stable": "the order of equal elements is kept"},
+    ),
+    *(
+        Counterpart(
+            name,
+            f"jnp.{name}",
+            getattr(jnp, name),
+            _sorting_calls,
+            same={"a": "x"},
+            without={
+                "kind": ONE_KIND,
+                "order": ONE_KIND,
+                "stable": "the sort is stable",
+                **more,
+            },
+        )
+        for name, more in (("sort", {}), ("argsort", {"dtype": "`astype` of the result"}))
+    ),
+    *(
+        Counterpart(
+            name,
+            f"jnp.{name}",
+            getattr(jnp, name),
+            _quantile_calls(*fractions),
+            same={"a": "x"},
+            without={"out": NO_OUT, "overwrite_input": "JAX accepts False alone", **more},
+        )
+        for name, fractions, more in (
+            ("median", (), {}),
+            ("quantile", (0.3,), {"weights": "`jnp.quantile`"}),
+        )
+    ),
+    Counterpart(
+        "searchsorted",
+        "jnp.searchsorted",
+        jnp.searchsorted,
+        lambda: [
+            ((jnp.sort(SAMPLES), SAMPLES), {}),
+            ((jnp.sort(SAMPLES), SAMPLES, "right"), {}),
+        ],
+        same={"a": "array", "v": "x"},
+        without={"sorter": "`array[sorter]`", "method": "all methods have one result"},
+    ),
+    Counterpart(
+        "bincount",
+        "jnp.bincount",
+        jnp.bincount,
+        lambda: [
+            ((jnp.array([0, 3, 3, 1]),), {"length": 5}),
+            ((jnp.array([0, 3, 3, 1]),), {"length": 3, "weights": SAMPLES[:4]}),
+        ],
+        without={"minlength": "`length`", "out_sharding": "the sharding of `x`"},
+        defaults={"length": "is needed, as under `jax.jit`"},
+    ),
+    Counterpart(
+        "histogram",
+        "jnp.histogram",
+        jnp.histogram,
+        lambda: [((SAMPLES, 4), {}), ((SAMPLES, 5, (0.0, 10.0)), {"density": True})],
+        same={"a": "x"},
+        without={"out_sharding": "the sharding of `x`"},
+        defaults={"density": "False here, None there: counts"},
+    ),
+)
+
 COUNTERPARTS = (
+    *SELECTION,
     *(
         Counterpart(name, f"jax.nn.{name}", getattr(jax.nn, name), _softmax_calls)
         for name in ("softmax", "log_softmax")
