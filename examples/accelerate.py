@@ -132,7 +132,7 @@ def main():
     setting = f"{nodes} nodes, {edges} edges, {args.dtype}, {jax.devices()[0].device_kind}"
     title = "An unchanged graph network, plain and under jaxkern.accelerate()"
     curves = {"accelerated": own[0], "plain": plain[0]}
-    display.save_curves(args.out, curves, "training loss, nats (lower is better)", title, setting)
+    display.save_curves(args.out, curves, "nats", title, setting)
     numbers = {
         "last loss": "equal but for rounding",
         "ms per step": "on a GPU, what the kernels in the table above gain",

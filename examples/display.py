@@ -6,6 +6,7 @@ import sys
 import jax
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 
 JAXKERN, XLA = "#c8500a", "#0072b2"  # in every picture: jaxkern, and the same in plain JAX
@@ -56,13 +57,13 @@ def style(axes, x, y):
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw_curves(axes, below, curves, y, legends=None):
-    """Two curves in one panel, and the first one minus the second in the panel below."""
+def draw_curves(axes, below, curves, unit, legends=None):
+    """Two curves of losses in one panel, and the first one minus the second in the panel below."""
     looks = [{"color": JAXKERN, "lw": 4, "alpha": 0.45}, {"color": XLA, "lw": 1.0}]
     for (name, curve), look in zip(curves.items(), looks):
         axes.plot(np.arange(1, len(curve) + 1), curve, label=(legends or {}).get(name, name), **look)
     axes.legend(frameon=False)
-    style(axes, "", y)
+    style(axes, "", f"training loss, {unit}\n(lower is better)")
     below.axhline(0, color=DIFFERENCE, lw=0.8)
     difference = np.subtract(*curves.values())
     below.plot(np.arange(1, len(difference) + 1), difference, color=DIFFERENCE, lw=0.9)
@@ -70,14 +71,15 @@ def draw_curves(axes, below, curves, y, legends=None):
         below.ticklabel_format(axis="y", scilimits=(-2, 2))
     else:
         below.set_yticks([0])
-    style(below, "training step", "difference")
+    style(below, "training step", f"difference,\n{unit}")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def save_curves(out, curves, y, title, setting, legends=None):
-    """The picture of one model trained with two libraries."""
+def save_curves(out, curves, unit, title, setting, legends=None):
+    """The picture of one model trained in two ways, which lie on each other if both compute the same."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    draw_curves(axes, below, curves, y, legends)
+    draw_curves(axes, below, curves, unit, legends)
     save(figure, out, title, setting)
 
 

@@ -106,7 +106,7 @@ def main():
     setting = f"{TABLES} tables of {args.rows} rows, {BATCHES} batches of {args.batch} impressions, {jax.devices()[0].device_kind}"
     title = "One click model: its embedding tables with jaxkern.embedding_bag and with jnp.take"
     curves = {name: losses for name, (losses, _) in found.items()}
-    display.save_curves(args.out, curves, "training loss, nats (lower is better)", title, setting)
+    display.save_curves(args.out, curves, "nats", title, setting)
     numbers = {
         "last loss": "equal but for rounding, and below the first, 0.69, which is guessing",
         "ms per step": "of both ways, one after the other on the same machine",

@@ -224,7 +224,7 @@ def report(runs, labels, held_out, title, setting, out):
     print(f"\ncurves, mean |difference|, nats: {difference:.2e}, allowed {CURVE_BOUND:g}")
     curves = {name: np.array(run.nats) for name, run in runs.items()}
     legends = {name: f"{name} ({accuracy[name]:.1%} of held-out modules are right)" for name in runs}
-    display.save_curves(out, curves, "training loss, nats (lower is better)", title, setting, legends)
+    display.save_curves(out, curves, "nats", title, setting, legends)
     numbers = {
         "held out, accuracy": "equal but for rounding, and far above guessing the largest package",
         "ms per step": "of both ways, in the same seconds on the same machine",

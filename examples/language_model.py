@@ -311,7 +311,7 @@ def main():
         print(f"{what:38}{value:>10.2e}   allowed {bound:g}")
     title = "One transformer, trained with jaxkern and with jax.nn: the curves lie on each other"
     legends = {name: f"{name} ({bits[name]:.4f} on held-out files)" for name in runs}
-    display.save_curves(args.out, curves, "training loss, bits per byte (lower is better)", title, setting, legends)
+    display.save_curves(args.out, curves, "bits per byte", title, setting, legends)
     numbers = {
         "held out, bits/byte": "equal but for rounding; 8 is no model at all",
         "ms per step": "of both ways, in the same seconds on the same machine",

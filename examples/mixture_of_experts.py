@@ -86,7 +86,7 @@ def chosen_by(params, x, experts):
 def draw(out, losses, loads, capacity, setting):
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     panels = figure.subplot_mosaic([["loss", "load"], ["difference", "load"]], height_ratios=(3, 1))
-    display.draw_curves(panels["loss"], panels["difference"], losses, "training loss, squared error (lower is better)")
+    display.draw_curves(panels["loss"], panels["difference"], losses, "squared error")
     for k, ((name, load), colour) in enumerate(zip(loads.items(), ("#b0b8c0", display.JAXKERN))):
         panels["load"].bar(np.arange(len(load)) + 0.4 * k - 0.2, load, 0.4, color=colour, label=name)
     panels["load"].axhline(capacity, color=display.DIFFERENCE, ls="--", label="capacity of an expert")

@@ -151,7 +151,7 @@ def main():
     print(f"\ncurves, mean |difference|, bits/byte: {difference:.1e}, allowed {BOUND:g}")
     title = "One recurrent network, its loop with jaxkern.scan and with jax.lax.scan"
     legends = {name: f"{name}.scan ({bits[name]:.4f} on held-out files)" for name in runs}
-    display.save_curves(args.out, curves, "training loss, bits per byte (lower is better)", title, setting, legends)
+    display.save_curves(args.out, curves, "bits per byte", title, setting, legends)
     agree = difference <= BOUND and abs(bits["jaxkern"] - bits["jax.lax"]) <= BOUND  # False for NaN too
     numbers = {
         "held out, bits/byte": "equal but for rounding; 8 is no model at all",
