@@ -146,31 +146,22 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         process_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
         causal: bool = False,
     ) -> jax.Array:
-        given = {"query": query, "key_": key_, "value": value}
-        for name, x in given.items():
+        name, given = "jaxkern.equinox.MultiheadAttention", {"query": query, "key_": key_, "value": value}
+        for argument, x in given.items():
             if x.ndim != 2:
-                raise ValueError(
-                    f"jaxkern.equinox.MultiheadAttention: {name} must be [length, size], got shape {x.shape}. For a batch, use "
-                    "jax.vmap"
-                )
-        if len(key_) != len(value):
-            raise ValueError(
-                f"jaxkern.equinox.MultiheadAttention: key_ of shape {key_.shape} and value of shape {value.shape} must have the same length"
-            )
-        shape = self.num_heads, len(query), len(key_)
+                raise ValueError(f"{name}: {argument} must be [length, size], got {x.shape}. For a batch, use jax.vmap")
+        if key_.shape[0] != value.shape[0]:
+            raise ValueError(f"{name}: key_ and value must have one length, got shapes {key_.shape} and {value.shape}")
+        shape = self.num_heads, query.shape[0], key_.shape[0]
         if mask is not None and mask.shape not in (shape, shape[1:]):
-            raise ValueError(
-                f"jaxkern.equinox.MultiheadAttention: mask must have shape {shape[1:]} or {shape}, got {mask.shape}"
-            )
+            raise ValueError(f"{name}: mask must have shape {shape[1:]} or {shape}, got {mask.shape}")
         projections = self.query_proj, self.key_proj, self.value_proj
-        heads = [jax.vmap(f)(x).reshape(len(x), self.num_heads, -1) for f, x in zip(projections, given.values())]
+        heads = [jax.vmap(f)(x).reshape(x.shape[0], self.num_heads, -1) for f, x in zip(projections, given.values())]
         if process_heads is not None:
             shapes = [x.shape for x in heads]
             heads = process_heads(*heads)
             if [x.shape for x in heads] != shapes:
-                raise ValueError(
-                    f"jaxkern.equinox.MultiheadAttention: process_heads must not change the shapes {shapes} of the heads"
-                )
+                raise ValueError(f"{name}: process_heads must not change the shapes of the heads, {shapes}")
         queries, keys, values = heads
         # As in equinox, the scale is applied before the product, which could overflow in float16.
         logits = jnp.einsum("qhd,khd->hqk", queries / math.sqrt(queries.shape[-1]), keys)
@@ -182,4 +173,4 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         else:  # equinox does nothing, raises an error, or has a rate that is not known yet
             weights = self.dropout(softmax(logits), key=key, inference=inference, **dropout)
         attended = jnp.einsum("hqk,khd->qhd", weights, values)
-        return jax.vmap(self.output_proj)(attended.reshape(len(query), -1))
+        return jax.vmap(self.output_proj)(attended.reshape(query.shape[0], -1))

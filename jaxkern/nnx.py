@@ -9,7 +9,8 @@ a norm whose statistics cover a named axis (`axis_name`), runs flax's code.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def _real(x, dtype) -> bool:
 
 def _axes(x, axes):
     """Axes as a sorted list of numbers that are not negative, or None if one is out of bounds."""
-    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    axes = tuple(axes) if isinstance(axes, Iterable) else (axes,)
     inside = all(-x.ndim <= axis < x.ndim for axis in axes)
     return sorted({axis % x.ndim for axis in axes}) if inside else None
 
@@ -66,7 +67,7 @@ def _of_rows(function, layer, x, mask, **parameters):
     for name, array in zip(parameters, arrays):
         if array is None:
             parameters[name] = None
-        elif set(features) <= set(rows) and array.size == functools.reduce(int.__mul__, shape, 1):
+        elif set(features) <= set(rows) and array.size == math.prod(shape):
             parameters[name] = array.reshape(shape)
         else:
             return None
@@ -193,12 +194,12 @@ class Embed(nnx.Embed):
     """
 
     def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
+        if out_sharding is not None:
+            return super().__call__(inputs, out_sharding)
         table = self.embedding[...]
         kinds = jnp.issubdtype(inputs.dtype, jnp.integer), jnp.issubdtype(table.dtype, jnp.inexact)
         if not all(kinds) or self.num_embeddings == 1:
             return super().__call__(inputs)
-        if out_sharding is not None:
-            return super().__call__(inputs, out_sharding)
         rows = jaxkern.embedding_lookup(table, inputs)
         return self.promote_dtype((rows,), dtype=self.dtype, inexact=False)[0]
 
@@ -271,13 +272,14 @@ def dot_product_attention(
         options = {"scale": depth**-0.5, "causal": is_causal, "dtype": query.dtype}
         return jaxkern.softmax(x, where=where, bias=bias, **options, **dropout)
 
-    if deterministic or dropout_rate == 0:
+    drops = not deterministic and dropout_rate != 0
+    if not drops:
         weights = softmax(logits, where, bias)
     else:
         apply = functools.partial(softmax, dropout_rate=dropout_rate, dropout_key=dropout_rng)
         weights = (_over_matrices(apply) if broadcast_dropout else apply)(logits, where, bias)
     if module is not None:  # the weights before dropout, as in flax
-        module.sow(nnx.Intermediate, "attention_weights", softmax(logits, where, bias))
+        module.sow(nnx.Intermediate, "attention_weights", softmax(logits, where, bias) if drops else weights)
 
     weights = weights.reshape(*batch, key_heads, heads // key_heads, queries, keys) if g else weights
     y = product(f"...h{g}qk,...khd->...qh{g}d", weights, value)
