@@ -58,6 +58,13 @@ def driver_version() -> str:
     return found[1] if found else text.splitlines()[0]
 
 
+def devices() -> str:
+    try:
+        return ", ".join(d.device_kind for d in jax.devices())
+    except (RuntimeError, AssertionError) as error:  # an assertion where no platform is left
+        return f"none, JAX does not start: {' '.join(str(error).split()) or 'no platform that JAX_PLATFORMS names is here'}"
+
+
 def show_versions() -> None:
     api = compat.ffi_api_version()
     for name, value in (
@@ -66,7 +73,7 @@ def show_versions() -> None:
         ("jax", jax.__version__),
         ("jaxlib", f"{jaxlib.version.__version__}, XLA FFI {'.'.join(map(str, api)) if api else 'unknown'}"),
         ("NVIDIA driver", driver_version()),
-        ("devices", ", ".join(d.device_kind for d in jax.devices())),
+        ("devices", devices()),
     ):
         print(f"{name:14} {value}")
     for name, value in environment.given().items():
@@ -121,6 +128,11 @@ is wrong or slow, docs/troubleshooting.md.
 def main() -> int:
     print("== 1. What is loaded\n")
     show_versions()
+    if devices().startswith("none"):
+        print(
+            "\nsomething is wrong: JAX finds no device. JAX_PLATFORMS names platforms that are not here, or JAX is broken"
+        )
+        return 1
     loaded = show_runtime()
     print(f"{'operations by':14} {where()}")
     print("\n== 2. Whether results are right\n")

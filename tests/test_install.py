@@ -341,6 +341,15 @@ def test_doctor_finds_a_wrong_result(monkeypatch, capsys):
     assert not checks.show_checks()
 
 
+def test_doctor_without_a_device(monkeypatch, capsys):
+    def devices():
+        raise RuntimeError("Unable to initialize\nbackend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    assert doctor.main() == 1
+    assert "devices        none, JAX does not start: Unable to initialize backend 'cuda'" in capsys.readouterr().out
+
+
 def test_doctor_finds_a_missing_module(monkeypatch, capsys):
     monkeypatch.setattr(registry, "gpu_present", lambda: True)
     monkeypatch.setattr(registry, "kernels", registry.Module(reason="jaxkern._runtime was not built"))
