@@ -441,6 +441,7 @@ def check_kernels(seed, number, counts=None):
             return "no plan"
         plans.check_limits(found, device.H200)
         wanted = function.wide(*map(jnp.asarray, args))
+        emulated.prepare(found)
         for unaligned in (False, True):
             outputs = emulated.run(found, args, plan.outputs(function), unaligned)
             outputs = [jnp.reshape(y, r.shape) for y, r in zip(outputs, results)]  # emulated arrays have a dimension

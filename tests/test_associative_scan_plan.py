@@ -82,6 +82,7 @@ def test_kernels_on_the_cpu(algorithm, name, shape, axis, dtype, reverse, monkey
         assert made.algorithm == algorithm
         plans.check_limits(made, device.H200)
         wanted = f(*map(jnp.asarray, xs))
+        emulated.prepare(made)
         for unaligned in (False, True):
             ours = emulated.run(made, xs, [(y.shape, y.dtype) for y in wanted], unaligned)
             for y, want in zip(ours, wanted, strict=True):

@@ -92,7 +92,7 @@ def test_language_model_refuses_bad_arguments(tmp_path, arguments, message, monk
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["graph_network", "graph_attention"])
 def test_graph_networks_learn_the_same_with_both_libraries(name, tmp_path):
-    arguments = "--modules", 300, "--steps", 40, "--width", 16
+    arguments = "--modules", 150, "--steps", 40, "--width", 16
     printed, progress = result(f"{name}.py", *arguments, out=tmp_path / "curves.png", agree="curves")
     assert "step 40/40" in progress
     found = re.findall(r"^(jaxkern|jax\.ops|jraph|guessing) +([0-9.]+)", printed, re.M)

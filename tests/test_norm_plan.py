@@ -283,8 +283,10 @@ def test_kernels_with_a_function(whole):
     rng = np.random.default_rng(0)
     given = [jnp.asarray(rng.normal(0, 2, a.shape), a.dtype) for a in f.avals]
     (wanted,) = f(*given)
+    chosen = row_plan(f)
+    emulated.prepare(chosen)
     for unaligned in (False, True):
-        (found,) = emulated.run(row_plan(f), list(map(np.asarray, given)), [(shape, wanted.dtype)], unaligned)
+        (found,) = emulated.run(chosen, list(map(np.asarray, given)), [(shape, wanted.dtype)], unaligned)
         found, exact = found.astype(np.float64), np.asarray(wanted, np.float64)
         np.testing.assert_allclose(found, exact, 2**-7, 1e-4)
 

@@ -94,6 +94,7 @@ def test_a_norm_kernel_with_a_function():
     arrays = [np.asarray(jnp.asarray(rng.normal(0.3, 1, a.shape), a.dtype)) for a in operands]
     y = normalised("rms_norm", arrays[0], arrays[1], None)
     y = (y / (1 + np.exp(-y)) * arrays[2]).astype(np.float32)
+    emulated.prepare(found)
     for unaligned in (False, True):
         q, scale = emulated.run(found, arrays, results, unaligned)
         close((q.view(np.int8), scale), quantized_as(y, "int8", 128), "int8", 0.02)

@@ -125,6 +125,7 @@ def check(found, function, args, dtype):
     """The results of a plan, on aligned and unaligned buffers, match the function."""
     plans.check_limits(found, device.H200)
     wanted, after_core = jax.jit(function.wide)(*args), jax.jit(function.after_core)
+    emulated.prepare(found)
     for unaligned in (False, True):
         ours = after_core(args, emulated.run(found, args, plan.outputs(function), unaligned))
         for y, want in zip(ours, wanted, strict=True):

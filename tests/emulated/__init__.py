@@ -49,9 +49,19 @@ def _includes(flags):
     return tuple(f"-I{i}" for i in (folder, here, kernels))
 
 
-@functools.cache
-def _compiled(kernels, fused):
-    """One library for all kernels (header, name, source), by their places."""
+_ENTRIES = {}  # ((header, name, source), fused) -> the function that runs a kernel
+
+
+def _steps(plan, unaligned):
+    return plan.unaligned if unaligned and plan.unaligned is not None else plan.launches
+
+
+def _compile(steps, fused=False):
+    """Compiles the kernels of these steps that were not compiled before, in one library."""
+    kernels = [(s.header, s.name, s.source) for s in steps if isinstance(s, launch.Launch)]
+    kernels = [k for k in dict.fromkeys(kernels) if (k, fused) not in _ENTRIES]
+    if not kernels:
+        return
     text = ['#include "cuda.h"']
     text += [f'#include "{header}"' for header in sorted({k[0] for k in kernels})]
     for n, (_, name, source) in enumerate(kernels):
@@ -69,7 +79,13 @@ def _compiled(kernels, fused):
         [COMPILER, *flags, "-shared", *_includes(flags)]
         + ["-o", str(path.with_suffix(".so")), str(path.with_suffix(".cc"))]
     )
-    return ctypes.CDLL(str(path.with_suffix(".so")))
+    library = ctypes.CDLL(str(path.with_suffix(".so")))
+    _ENTRIES.update({(kernel, fused): getattr(library, f"run{n}") for n, kernel in enumerate(kernels)})
+
+
+def prepare(*plans) -> None:
+    """Compiles the kernels of plans, on aligned and unaligned buffers, together: half the time of a library for each."""
+    _compile([step for plan in plans for unaligned in (False, True) for step in _steps(plan, unaligned)])
 
 
 class _Guarded:
@@ -107,9 +123,8 @@ def run(plan: launch.Plan, operands, results, unaligned=False, fused=False, alia
     aliases: pairs of an operand and the result that has its memory.
     fused: products and sums are contracted to multiply-adds, as NVRTC does, if `has_fused()`.
     """
-    steps = plan.unaligned if unaligned and plan.unaligned is not None else plan.launches
-    kernels = tuple((s.header, s.name, s.source) for s in steps if isinstance(s, launch.Launch))
-    library = _compiled(kernels, fused)
+    steps = _steps(plan, unaligned)
+    _compile(steps, fused)
     poison = lambda shape, dtype: np.frombuffer(
         b"\xa5" * int(np.prod(shape) * np.dtype(dtype).itemsize), dtype
     ).reshape(shape)
@@ -121,7 +136,6 @@ def run(plan: launch.Plan, operands, results, unaligned=False, fused=False, alia
     for operand, result in aliases:
         buffers["operand"][operand] = buffers["result"][result]
         buffers["result"][result].array[...] = operands[operand]
-    n = 0
     for step in steps:
         if isinstance(step, launch.Memset):
             at = step.buffer.offset
@@ -130,6 +144,6 @@ def run(plan: launch.Plan, operands, results, unaligned=False, fused=False, alia
         (arg,) = step.args
         data = _bytes(arg, lambda b: buffers[b.kind][b.index].address + b.offset)
         x, y, _ = step.grid3()
-        getattr(library, f"run{n}")(ctypes.c_char_p(data), x, y, step.block3()[0], step.cluster)
-        n += 1
+        entry = _ENTRIES[(step.header, step.name, step.source), fused]
+        entry(ctypes.c_char_p(data), x, y, step.block3()[0], step.cluster)
     return [np.array(b.array) for b in buffers["result"]]
