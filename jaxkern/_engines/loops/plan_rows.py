@@ -92,7 +92,8 @@ def is_worth_it(device, core, layout, lanes, unstaged) -> bool:
     of_block = own * ceil_div(core.blocks, device.sm_count) * ceil_div(layout.threads, tuning.ISSUED)
     needed = sum((nest.function.size + 4) * math.prod((*nest.out, *nest.over)) for nest in core.every_nest)
     of_gpu = needed * lanes / (device.sm_count * tuning.ISSUED)
-    return of_block <= tuning.ROW_WASTE * of_gpu + tuning.ROW_STEP and unstaged * lanes <= tuning.UNSTAGED
+    read = unstaged <= tuning.UNSTAGED_OF_LANE and unstaged * lanes <= tuning.UNSTAGED
+    return read and of_block <= tuning.ROW_WASTE * of_gpu + tuning.ROW_STEP
 
 
 def steps_ahead(core, layout, length) -> int:

@@ -77,7 +77,9 @@ ROW_STEP = 16384  # instructions of a thread that take as long as the launches o
 ROW_WASTE = (
     4  # instructions for each that XLA would run, at most: threads of a team repeat what is the same along a row
 )
-UNSTAGED = 16 << 20  # bytes of matrices that all lanes read from L2 in a step, at most
+# Bytes of matrices that do not fit shared memory, and so are read from L2 in every step: by one lane, whose multiprocessor reads
+# 64 bytes in a cycle, and by all lanes. No such loop was timed; 256 KB take a fourth of ROW_STEP.
+UNSTAGED_OF_LANE, UNSTAGED = 256 << 10, 16 << 20
 ROW_AHEAD = 4  # steps that are loaded ahead, at most
 ROW_LATENCY = 600  # statements of a thread that take as long as a load from memory
 ROW_WORDS = 16  # registers of a thread that hold elements of xs
