@@ -65,9 +65,10 @@ def _weights(name, x, weights):
 @functools.partial(jax.jit, static_argnums=1)
 @switch.own_promotion
 def _bincount(x, length, weights):
-    x = (x.astype(jnp.uint8) if x.dtype == bool else x).reshape(-1)
+    flat = lambda a: validate.mergeable(a, a.ndim).reshape(-1)
+    x = flat(x.astype(jnp.uint8) if x.dtype == bool else x)
     if weights is not None:
-        return segment_sum(weights.reshape(-1), jnp.maximum(x, 0), length)
+        return segment_sum(flat(weights), jnp.maximum(x, 0), length)
     return bind(count_p, x, bins=length).astype(jax.dtypes.canonicalize_dtype(int))
 
 
@@ -90,8 +91,9 @@ def histogram(
         density: whether the result is divided by its sum and by the widths of the bins.
 
     Returns:
-        (counts, edges): floating-point arrays of shape (bins,) and (bins + 1,). Counts are exact before they are converted.
-        Elements outside of the edges, and NaN, do not count.
+        (counts, edges): arrays of shape (bins,) and (bins + 1,), of the floating-point type that `x` and `weights` promote to;
+        counts of complex weights are complex. Counts are exact before they are converted. Elements outside of the edges, and
+        NaN, do not count.
 
     Raises:
         TypeError: `x` or `bins` is not an array of real numbers, or `weights` not of numbers; `density` is not a bool.
@@ -133,9 +135,10 @@ def histogram(
 @functools.partial(jax.jit, static_argnums=(4, 5))
 @switch.own_promotion
 def _histogram(x, edges, limits, weights, bins, density):
-    if edges is None:
-        edges = jnp.histogram_bin_edges(x, bins, limits)
-    edges = edges.astype(x.dtype)
+    if weights is not None and not jnp.issubdtype(weights.dtype, jnp.complexfloating):
+        dtype = jnp.promote_types(x.dtype, weights.dtype)
+        x, weights = x.astype(dtype), weights.astype(dtype)
+    edges = (jnp.histogram_bin_edges(x, bins, limits) if edges is None else edges).astype(x.dtype)
     at = searchsorted(edges, x, "right")
     at = jnp.where(x == edges[-1], len(edges) - 1, at)
     counts = bincount(at, len(edges), weights)[1:].astype(x.dtype if weights is None else weights.dtype)

@@ -8,6 +8,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -68,8 +69,10 @@ def top_k(x: ArrayLike, k: int, axis: int = -1) -> Pair:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _top_k(x, k, axis):
-    values, indices = bind(top_k_p, jnp.moveaxis(x, axis, -1), k=k)
-    return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
+    narrow = jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8  # XLA selects none
+    wide = x.astype(jnp.int8) if narrow else x
+    values, indices = bind(top_k_p, jnp.moveaxis(wide, axis, -1), k=k)
+    return jnp.moveaxis(values.astype(x.dtype), -1, axis), jnp.moveaxis(indices, -1, axis)
 
 
 def _axis(name, axis, shape) -> int:
@@ -89,7 +92,7 @@ def top_p(logits: ArrayLike, p: ArrayLike, axis: int = -1) -> jax.Array:
     always kept.
 
     Args:
-        logits: array of one dimension or more, floating-point or integer; NaN is not kept.
+        logits: array of one dimension or more, floating-point of a type with infinity, or integer; NaN is not kept.
         p: a number, or an array that broadcasts to `logits` with size 1 along `axis`. From 1 on, every class is kept that has
             a probability.
         axis: an int.
@@ -98,13 +101,13 @@ def top_p(logits: ArrayLike, p: ArrayLike, axis: int = -1) -> jax.Array:
         Array of the shape of `logits`, and of its type if that is floating-point.
 
     Raises:
-        TypeError: `logits` or `p` is not an array of real numbers; `axis` is not an int.
+        TypeError: `logits` or `p` is not an array of real numbers, or `logits` has no infinity; `axis` is not an int.
         ValueError: `axis` is out of bounds; `p` does not broadcast.
 
     Derivatives: forward and reverse mode, of any order, by `logits`: the identity where they are kept.
 
-    Cost: the logits are read three times, for the largest 1024 of a row, for the sum of its exponentials and for the result,
-    which is written once. Where the largest 1024 do not reach `p` in some row, all rows are sorted.
+    Cost: the logits are written once in float32 without NaN, and these read three times, for the largest 1024 of a row, for the
+    sum of its exponentials and for the result. Where the largest 1024 do not reach `p` in some row, all rows are sorted.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.top_p(jnp.array([1.0, 3.0, 2.0]), 0.7).tolist()  # with probabilities 0.09, 0.67 and 0.24
@@ -119,10 +122,10 @@ def top_p(logits: ArrayLike, p: ArrayLike, axis: int = -1) -> jax.Array:
 def min_p(logits: ArrayLike, p: ArrayLike, axis: int = -1) -> jax.Array:
     """Logits of classes that have at least `p` times the probability of the most probable one; -inf in place of the others.
 
-        kept[i] = logits[i] >= max(logits) + log(p)
+        kept[i] = logits[i] >= max(logits) + log(min(p, 1))
 
     Args:
-        logits: array of one dimension or more, floating-point or integer; NaN is not kept.
+        logits: array of one dimension or more, floating-point of a type with infinity, or integer; NaN is not kept.
         p: a number, or an array that broadcasts to `logits` with size 1 along `axis`. With 0 every class is kept.
         axis: an int.
 
@@ -130,7 +133,7 @@ def min_p(logits: ArrayLike, p: ArrayLike, axis: int = -1) -> jax.Array:
         Array of the shape of `logits`, and of its type if that is floating-point.
 
     Raises:
-        TypeError: `logits` or `p` is not an array of real numbers; `axis` is not an int.
+        TypeError: `logits` or `p` is not an array of real numbers, or `logits` has no infinity; `axis` is not an int.
         ValueError: `axis` is out of bounds; `p` does not broadcast.
 
     Derivatives: forward and reverse mode, of any order, by `logits`: the identity where they are kept.
@@ -151,6 +154,10 @@ def _filtered(name, logits, axis, **p):
     """(logits, axis, p of the rank of logits)"""
     validate.check_array(name, "logits", "an array", logits)
     logits = validate.floating(name, jnp.asarray(logits), "logits")
+    if not np.isinf(np.array(np.inf, logits.dtype)):
+        raise TypeError(
+            f"jaxkern.{name}: logits must be of a type with infinity, got {logits.dtype}{list(logits.shape)}"
+        )
     axis = _axis(name, axis, logits.shape)
     ((argument, value),) = p.items()
     return logits, axis, _of_rows(name, argument, value, logits, axis)
@@ -178,7 +185,7 @@ def _top_p(logits, p, axis):
     found, enough = _nucleus(rows, p, MOST)
     least, last = lax.cond(enough, lambda: found, lambda: _nucleus(rows, p, rows.shape[-1])[0])
     column = lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
-    kept = jnp.where(p < 1, (rows > least) | ((rows == least) & (column <= last)), rows > -jnp.inf)
+    kept = (rows > -jnp.inf) & ((p >= 1) | (rows > least) | ((rows == least) & (column <= last)))
     return jnp.where(jnp.moveaxis(kept, -1, axis), logits, -jnp.inf)
 
 
@@ -205,13 +212,23 @@ def _mass(values, total):
 @functools.partial(jax.jit, static_argnums=2)
 @switch.own_promotion
 def _min_p(logits, p, axis):
-    return row_kernel(_above, axis=axis, name="min_p")(logits, p)
+    if 0 in logits.shape:
+        return logits
+    wide = (
+        logits.astype(jnp.float32) if logits.dtype.itemsize == 1 else logits
+    )  # kernels of functions have no 8-bit floats
+    return row_kernel(_above, axis=axis, name="min_p")(wide, p).astype(logits.dtype)
 
 
 def _above(logits, p):
     wide = lax.stop_gradient(logits.astype(computing(logits.dtype)))
     largest = jnp.max(jnp.where(jnp.isnan(wide), -jnp.inf, wide), -1, keepdims=True)
-    return jnp.where(wide >= largest + jnp.log(lax.stop_gradient(p)), logits, jnp.asarray(-jnp.inf, logits.dtype))
+    return jnp.where(wide >= largest + _offset(lax.stop_gradient(p)), logits, jnp.asarray(-jnp.inf, logits.dtype))
+
+
+def _offset(p):
+    """By how much a logit that min_p keeps may exceed the largest one: log(p), but at most 0."""
+    return jnp.log(jnp.clip(p, 0, 1))
 
 
 # ---- sampling
@@ -235,8 +252,8 @@ def sample(
     Args:
         logits: array of one dimension or more, floating-point or integer.
         key: a key of `jax.random`, or its `uint32[2]` words.
-        temperature: a number, or an array that broadcasts to `logits` with size 1 along `axis`; it may be traced. 0 takes
-            the most probable class, the first of equal ones.
+        temperature: a number from 0 on, or an array that broadcasts to `logits` with size 1 along `axis`; it may be traced. 0
+            takes the most probable class, the first of equal ones.
         top_k: an int of 1 or more, or None for all classes.
         top_p, min_p: like temperature, or None for no filter.
         axis: an int, the dimension of the classes.
@@ -246,7 +263,8 @@ def sample(
 
     Raises:
         TypeError: `logits` or a filter is not an array of real numbers; `key` is not a key; `top_k` or `axis` is not an int.
-        ValueError: there are no classes; `top_k` is less than 1; `axis` is out of bounds; a filter does not broadcast.
+        ValueError: there are no classes; `top_k` is less than 1; `temperature` is a negative Python number; `axis` is out of
+            bounds; a filter does not broadcast.
 
     Derivatives: none.
 
@@ -272,10 +290,16 @@ def sample(
     check_key(name, "key", key)
     if top_k is not None and validate.integer(name, "top_k", top_k, or_none=True) < 1:
         raise ValueError(f"jaxkern.{name}: top_k must be 1 or more, got {top_k}")
+    if isinstance(temperature, (int, float)) and temperature < 0:
+        raise ValueError(f"jaxkern.{name}: temperature must be 0 or more, got {temperature}")
     temperature = _of_rows(name, "temperature", temperature, logits, axis)
     filters = {"top_p": top_p, "min_p": min_p}
     filters = [None if p is None else _of_rows(name, n, p, logits, axis) for n, p in filters.items()]
     return _sample(logits, key, temperature, *filters, top_k and int(top_k), axis)
+
+
+def _log_total(logits, temperature):
+    return jax.nn.logsumexp(logits.astype(temperature.dtype) / temperature, -1, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
@@ -284,7 +308,8 @@ def _sample(logits, key, temperature, top_p, min_p, most, axis):
     rows = jnp.moveaxis(logits, axis, -1)
     temperature = jnp.moveaxis(temperature, axis, -1)
     top_p, min_p = (a if a is None else jnp.moveaxis(a, axis, -1) for a in (top_p, min_p))
-    rows, count = rows.astype(computing(rows.dtype)), rows.shape[-1]
+    wide, count = computing(rows.dtype), rows.shape[-1]
+    rows = rows.astype(wide) if rows.dtype.itemsize == 1 else rows  # kernels of functions have no 8-bit floats
     greedy = temperature[..., 0] == 0
     scale = jnp.where(temperature == 0, 1, temperature)
 
@@ -293,12 +318,12 @@ def _sample(logits, key, temperature, top_p, min_p, most, axis):
         return jnp.where(greedy, 0, found)
 
     def above(scaled, largest):
-        return True if min_p is None else scaled >= largest + jnp.log(min_p)
+        return True if min_p is None else scaled >= largest + _offset(min_p)
 
     def among(k, total=None):
         """(a class among the k most probable ones, whether these suffice). total: of all logits, by default of the k."""
         values, columns = bind(top_k_p, rows, k=k)
-        scaled = values / scale
+        scaled = values.astype(wide) / scale
         kept = above(scaled, scaled[..., :1])
         enough = True
         if top_p is not None:
@@ -312,10 +337,10 @@ def _sample(logits, key, temperature, top_p, min_p, most, axis):
     if most is not None or (top_p is not None and count <= MOST):
         return among(min(most or count, count))[0]
     if top_p is not None:
-        total = row_kernel(lambda x, t: jax.nn.logsumexp(x / t, -1, keepdims=True), name="logsumexp")(rows, scale)
+        total = row_kernel(_log_total, name="logsumexp")(rows, scale)
         found, enough = among(MOST, total)
         return lax.cond(enough, lambda: found, lambda: among(count)[0])
-    scaled = rows / scale
+    scaled = rows.astype(wide) / scale
     found = drawn(scaled, above(scaled, jnp.max(scaled, -1, keepdims=True)))
     return jnp.where(greedy, jnp.argmax(rows, -1).astype(jnp.int32), found)
 
@@ -402,13 +427,10 @@ def _route(logits, k, capacity, renormalize):
         weights = jnp.exp(values.astype(wide) - logsumexp(logits.astype(wide), axis=-1, keepdims=True))
     keys, order = sort_indices(experts.reshape(1, -1), rows=all_experts, wrap=False, clip=False)
     first = row_offsets(keys, all_experts).astype(jnp.int32)
-    place = (
-        jnp.zeros(tokens * k, jnp.int32)
-        .at[order]
-        .set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds")
-    )
-    slots = place.reshape(tokens, k)
+    slots = jnp.arange(tokens * k, dtype=jnp.int32)
     if capacity is not None:
-        own = slots - first[experts]
-        slots = jnp.where(own < capacity, experts * capacity + own, -1)
+        own, expert = slots - first[keys], keys.astype(jnp.int32)
+        slots = jnp.where(own < capacity, expert * capacity + own, -1)
+    # From the order of experts to that of tokens.
+    slots = jnp.zeros_like(slots).at[order].set(slots, unique_indices=True, mode="promise_in_bounds").reshape(tokens, k)
     return Routing(weights.astype(logits.dtype), experts, slots, first[1:] - first[:-1])

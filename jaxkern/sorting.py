@@ -12,6 +12,7 @@ from jaxkern._core import switch, validate
 from jaxkern._core.primitive import bind
 from jaxkern._ops.select.search import search_p
 from jaxkern._ops.select.sort_rows import sort_rows_p
+from jaxkern._ops.select.top_k import taken_along
 
 PyTree = typing.Any
 
@@ -107,10 +108,10 @@ def sort_pairs(
         if jnp.shape(leaf) != keys.shape:
             raise ValueError(f"jaxkern.{name}: values of shape {jnp.shape(leaf)} and keys of shape {keys.shape} differ")
     found, order = _sorted(keys, axis, descending, ("values", "indices"))
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
     if axis is None:
-        leaves, axis = [jnp.ravel(leaf) for leaf in leaves], 0
-    taken = [jnp.take_along_axis(jnp.asarray(leaf), order, axis, mode="promise_in_bounds") for leaf in leaves]
-    return found, jax.tree.unflatten(tree, taken)
+        leaves, axis = [validate.mergeable(leaf, leaf.ndim).reshape(-1) for leaf in leaves], 0
+    return found, jax.tree.unflatten(tree, [taken_along(leaf, order, axis) for leaf in leaves])
 
 
 def _checked(name, argument, x, axis, descending):
@@ -123,7 +124,7 @@ def _checked(name, argument, x, axis, descending):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _sorted(x, axis, descending, wanted):
-    x, axis = (x.reshape(-1), 0) if axis is None else (x, axis)
+    x, axis = (validate.mergeable(x, x.ndim).reshape(-1), 0) if axis is None else (x, axis)
     found = bind(sort_rows_p, jnp.moveaxis(x, axis, -1), descending=descending, wanted=wanted)
     return [jnp.moveaxis(a, -1, axis) for a in found]
 

@@ -1,5 +1,8 @@
 """top_k and what selects by it: numbers, ties, special values, derivatives, shardings, the kernel, bad input."""
 
+import dataclasses
+import functools
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -52,27 +55,40 @@ def same(found, exact):
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
+KERNELS = [
+    ("warp", (11, 256), "float32", 8, False),
+    ("warp", (9, 1000), "bfloat16", 32, False),
+    ("warp", (3, 37), "int8", 5, True),
+    ("block", (3, 9000), "float32", 50, False),
+    ("block", (2, 20011), "float16", 1024, False),
+    ("block", (2, 5000), "uint32", 1, True),
+    ("block", (3, 700), "bool", 700, False),
+    ("split", (2, 40000), "float32", 100, False),
+    ("split", (1, 50001), "int16", 7, True),
+]
+
+
+@functools.cache
+def plans():
+    """Of each of KERNELS. One library has the kernels that run."""
+    found, run = [], []
+    for algorithm, shape, dtype, k, unaligned in KERNELS:
+        with algorithms.force(top_k=algorithm):
+            plan = top_k.plan(device.H200, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))], None, k=k)
+        found.append(plan)
+        steps = plan.unaligned if unaligned else plan.launches
+        run.append(dataclasses.replace(plan, launches=steps, unaligned=None))
+    emulated.prepare(*run)
+    return found
+
+
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize(
-    "algorithm, shape, dtype, k, unaligned",
-    [
-        ("warp", (11, 256), "float32", 8, False),
-        ("warp", (9, 1000), "bfloat16", 32, False),
-        ("warp", (3, 37), "int8", 5, True),
-        ("block", (3, 9000), "float32", 50, False),
-        ("block", (2, 20011), "float16", 1024, False),
-        ("block", (2, 5000), "uint32", 1, True),
-        ("block", (3, 700), "bool", 700, False),
-        ("split", (2, 40000), "float32", 100, False),
-        ("split", (1, 50001), "int16", 7, True),
-    ],
-)
-def test_kernel(algorithm, shape, dtype, k, unaligned):
+@pytest.mark.parametrize("n", range(len(KERNELS)))
+def test_kernel(n):
+    (algorithm, shape, dtype, k, unaligned), made = KERNELS[n], plans()[n]
     x = rows(shape, dtype)
     if algorithm == "block":
         x[0].sort()
-    with algorithms.force(top_k=algorithm):
-        made = top_k.plan(device.H200, [jax.ShapeDtypeStruct(shape, x.dtype)], None, k=k)
     check_limits(made, device.H200)
     assert made.algorithm == algorithm
     found = emulated.run(made, [x], [((*shape[:-1], k), x.dtype), ((*shape[:-1], k), np.int32)], unaligned)
@@ -107,7 +123,7 @@ def test_kernels_compile():
 # ---- the functions
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "int4", "bool", "float64"])
 def test_top_k(dtype):
     """Along each axis, with ties and special numbers, bit for bit."""
     with jax.enable_x64(dtype == "float64"):
@@ -160,9 +176,14 @@ def test_filters_of_special_numbers():
         found = np.asarray(f(x, 0.9))
         assert found[0, 1] == 1 and found[0, [0, 2]].tolist() == [-np.inf] * 2
         assert found[1].tolist() == [np.inf, *[-np.inf] * 4] and (found[2] == -np.inf).all()
-    assert (
-        jaxkern.top_p(jnp.zeros((0, 5)), 0.5).shape == (0, 5) and jaxkern.top_p(jnp.arange(3), 0.5).dtype == jnp.float32
-    )
+        assert (f(jnp.full((1, 5), jnp.nan), 0.9) == -jnp.inf).all()
+        assert f(jnp.zeros((0, 5)), 0.5).shape == (0, 5) and f(jnp.zeros((5, 0)), 0.5).shape == (5, 0)
+        assert f(jnp.arange(3), 0.5).dtype == jnp.float32
+        small = jnp.arange(4.0).astype(jnp.float8_e5m2)
+        same([f(small, 0.7)], [f(small.astype(jnp.float32), 0.7).astype(jnp.float8_e5m2)])
+    # From 1 on min_p keeps the most probable class.
+    assert (jaxkern.min_p(x[1:2], 2.0) > -jnp.inf).tolist() == [[True, *[False] * 4]]
+    assert jaxkern.sample(jnp.arange(3.0), jax.random.key(0), min_p=2.0) == 2
 
 
 @pytest.mark.parametrize(
@@ -218,6 +239,10 @@ def test_routes(capacity, renormalize):
         wanted_slots.append(first[e] + seen[e] if capacity is None or seen[e] < capacity else -1)
         seen[e] += 1
     np.testing.assert_array_equal(slots.ravel(), wanted_slots)
+    if capacity is not None:  # of any number of tokens
+        given = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"tokens, {experts}"), jnp.float32)
+        exported = jax.export.export(jax.jit(lambda x: jaxkern.moe_route(x, k, capacity)[2:]))(given)
+        same(exported.call(logits), (slots, counts))
     x = jnp.arange(1.0, tokens + 1)[:, None]
     held = jaxkern.moe_dispatch(x, slots, int(first[-1]))
     back = jaxkern.moe_combine(held, slots, jnp.ones((tokens, k)))
@@ -240,6 +265,16 @@ def test_routes(capacity, renormalize):
         (lambda: jaxkern.top_k(jnp.ones(3), 4), ValueError, "top_k: k must be from 0 to 3"),
         (lambda: jaxkern.top_k(jnp.ones(3, jnp.complex64), 1), TypeError, "top_k: x must be real"),
         (lambda: jaxkern.top_p(jnp.ones((2, 3)), jnp.ones(3)), ValueError, "top_p: p of shape"),
+        (
+            lambda: jaxkern.top_p(jnp.ones(3, jnp.float8_e4m3fn), 0.5),
+            TypeError,
+            "top_p: logits must be of a type with inf",
+        ),
+        (
+            lambda: jaxkern.sample(jnp.ones(3), jax.random.key(0), temperature=-1),
+            ValueError,
+            "sample: temperature must",
+        ),
         (lambda: jaxkern.sample(jnp.ones((2, 3)), jax.random.key(0), top_k=0), ValueError, "sample: top_k must be 1"),
         (lambda: jaxkern.sample(jnp.ones((2, 0)), jax.random.key(0)), ValueError, "sample: logits of shape"),
         (lambda: jaxkern.moe_route(jnp.ones((2, 3)), 4), ValueError, "moe_route: k must be from 1 to 3"),

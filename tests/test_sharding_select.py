@@ -45,3 +45,25 @@ def test_sorts_searches_and_counts():
         compiled = jax.jit(f).lower(given).compile()
         same([compiled(given)], [f(np.asarray(given))])
         check(compiled.as_text(), listed)
+
+
+@several
+def test_explicit():
+    """What JAX does not resolve by itself where the selected dimension is split: gradients, pairs, counts, slots of a router."""
+    x = rows((8, 64), "int32").astype(np.float32)
+
+    def f(x):
+        k, v = jaxkern.sort_pairs(x, 2 * x)
+        return jaxkern.top_k(x, 3)[0].sum() + (k * v).sum() + jaxkern.moe_route(x, 2, 3).weights[:, 0].sum()
+
+    def g(x):
+        counts = (
+            jaxkern.bincount(x.astype(np.int32), 40),
+            jax.vmap(lambda x: jaxkern.bincount(x, 4))(x.astype(np.int32)),
+        )
+        return jax.grad(f)(x), counts, jaxkern.moe_route(x, 2, 3).slots
+
+    exact, m = jax.jit(g)(x), mesh("Explicit")
+    with jax.set_mesh(m):
+        (part,) = put(m, (x,), (P("r", "c"),))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), jax.jit(g)(part), exact)

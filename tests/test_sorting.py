@@ -1,5 +1,7 @@
 """sort, argsort, sort_pairs, searchsorted, bincount and histogram: numbers, kernels, bad input."""
 
+import functools
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,8 @@ from jaxkern._ops.select import count, search, sort_rows
 compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
 
 
-def types(*arrays):
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+def typed(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def order_of(x, descending):
@@ -31,21 +33,49 @@ def order_of(x, descending):
 # ---- kernels
 
 
+NETWORKS = [
+    ((5, 1), "float32", False, ("values", "indices")),
+    ((40, 7), "int8", True, ("values", "indices")),
+    ((9, 64), "float32", True, ("values", "indices")),
+    ((3, 1000), "float32", False, ("indices",)),
+    ((2, 4096), "bfloat16", True, ("values",)),
+    ((4, 33), "float8_e4m3fn", False, ("values", "indices")),
+]
+SEARCHES = [("int32", 1), ("uint32", 4096), ("float32", 100003)]
+COUNTS = [
+    ("shared", "int32", 70001, 300),
+    ("shared", "uint8", 70000, 256),
+    ("shared", "int64", 5000, 12288),
+    ("global", "int8", 20000, 100),
+    ("global", "uint16", 20000, 60000),
+]
+
+
+def network(shape, dtype, descending, wanted):
+    return sort_rows.plan(device.H200, [typed(shape, dtype)], None, descending=descending, wanted=wanted)
+
+
+def searching(dtype, size, count, right):
+    return search.plan(device.H200, [typed((count,), dtype), typed((size,), dtype)], None, right=right)
+
+
+def counting(algorithm, dtype, elements, bins):
+    with algorithms.force(bincount=algorithm):
+        return count.plan(device.H200, [typed((elements,), dtype)], None, bins=bins)
+
+
+@functools.cache
+def compiled():
+    """Compiles the kernels of all these cases at once."""
+    searches = [searching(*case, 1, right) for case in SEARCHES for right in (False, True)]
+    emulated.prepare(*(network(*case) for case in NETWORKS), *searches, *(counting(*case) for case in COUNTS))
+
+
 @compiler
-@pytest.mark.parametrize(
-    "shape, dtype, descending, wanted",
-    [
-        ((5, 1), "float32", False, ("values", "indices")),
-        ((40, 7), "int8", True, ("values", "indices")),
-        ((9, 64), "float32", True, ("values", "indices")),
-        ((3, 1000), "float32", False, ("indices",)),
-        ((2, 4096), "bfloat16", True, ("values",)),
-        ((4, 33), "float8_e4m3fn", False, ("values", "indices")),
-    ],
-)
+@pytest.mark.parametrize("shape, dtype, descending, wanted", NETWORKS)
 def test_network(shape, dtype, descending, wanted):
-    x = rows(shape, dtype)
-    made = sort_rows.plan(device.H200, types(x), None, descending=descending, wanted=wanted)
+    compiled()
+    x, made = rows(shape, dtype), network(shape, dtype, descending, wanted)
     check_limits(made, device.H200)
     at = order_of(x, descending)
     exact = {"values": np.take_along_axis(x, at, -1), "indices": at.astype(np.int32)}
@@ -53,38 +83,30 @@ def test_network(shape, dtype, descending, wanted):
 
 
 @compiler
-@pytest.mark.parametrize("dtype, size", [("int32", 1), ("uint32", 4096), ("float32", 100003)])
+@pytest.mark.parametrize("dtype, size", SEARCHES)
 def test_search(dtype, size):
     """Of the elements themselves, of special numbers, and of others; in arrays that shared memory holds, or not."""
+    compiled()
     array = rows((size,), dtype)
     array = array[order_of(array, False)]
     x = np.concatenate([rows((1500,), dtype, 1), array[:50], array[-50:]])
     for right in (False, True):
-        made = search.plan(device.H200, types(x, array), None, right=right)
+        made = searching(dtype, size, len(x), right)
         check_limits(made, device.H200)
         (found,) = emulated.run(made, [x, array], [(x.shape, np.int32)])
         np.testing.assert_array_equal(found, np.searchsorted(array, x, "right" if right else "left"))
 
 
 @compiler
-@pytest.mark.parametrize(
-    "algorithm, dtype, elements, bins",
-    [
-        ("shared", "int32", 70001, 300),
-        ("shared", "uint8", 70000, 256),
-        ("shared", "int64", 5000, 12288),
-        ("global", "int8", 20000, 100),
-        ("global", "uint16", 20000, 60000),
-    ],
-)
+@pytest.mark.parametrize("algorithm, dtype, elements, bins", COUNTS)
 def test_counts(algorithm, dtype, elements, bins):
     """With negative numbers, numbers that are too large, and a long run of equal ones."""
+    compiled()
     info = jnp.iinfo(dtype)
     x = np.random.default_rng(0).integers(max(info.min, -100), min(info.max, 400), elements).astype(dtype)
     x[1000:3000] = 5
     exact = np.bincount(np.maximum(x.astype(np.int64), 0), minlength=bins)[:bins]
-    with algorithms.force(bincount=algorithm):
-        made = count.plan(device.H200, types(x), None, bins=bins)
+    made = counting(algorithm, dtype, elements, bins)
     check_limits(made, device.H200)
     for unaligned in (False, True):
         (found,) = emulated.run(made, [x], [((bins,), np.int32)], unaligned)
@@ -170,6 +192,11 @@ def test_bincounts():
         np.testing.assert_array_equal(
             jaxkern.bincount(own, 4), np.bincount(np.maximum(own.astype(int), 0).ravel(), minlength=4)[:4]
         )
+    # A type that does not hold the number of bins, alone and in a batch, and numbers beyond int32.
+    for own in (np.full(3, 255, np.uint8), np.full(3, -3, np.int8), np.array([2**32 - 1, 2**31, 255], np.uint32)):
+        exact = np.bincount(np.clip(own.astype(np.int64), 0, 256), minlength=256)[:256]
+        np.testing.assert_array_equal(jaxkern.bincount(own, 256), exact)
+        np.testing.assert_array_equal(jax.vmap(lambda x: jaxkern.bincount(x, 256))(own[None]), [exact])
     assert jaxkern.bincount(x[0], 0).shape == (0,) and jaxkern.bincount(x[:0], 3).tolist() == [0, 0, 0]
     found = jax.vmap(lambda x: jaxkern.bincount(x, 4), 1)(jnp.asarray(x))
     np.testing.assert_array_equal(found, [jnp.bincount(column, length=4) for column in x.T])
@@ -181,12 +208,15 @@ def test_bincounts():
 EDGES = np.array([-2.0, 0.0, 0.5, 0.5, 3.0])
 
 
-@pytest.mark.parametrize("bins, limits, weighted", [(7, None, True), (4, (-1, 1.5), False), (EDGES, None, True)])
-def test_histograms(bins, limits, weighted):
-    """As jnp, with elements on edges and outside."""
+@pytest.mark.parametrize(
+    "bins, limits, weights",
+    [(7, None, "float32"), (4, (-1, 1.5), None), (EDGES, None, "bfloat16"), (EDGES, None, "int32")],
+)
+def test_histograms(bins, limits, weights):
+    """As jnp, with elements on edges and outside; weights of other types."""
     rng = np.random.default_rng(0)
     x = np.concatenate([rng.normal(size=500), [-2, 0, 0.5, 3, 3]]).astype(np.float32)
-    weights = rng.random(x.shape).astype(np.float32) if weighted else None
+    weights = jnp.asarray(8 * rng.random(x.shape)).astype(weights) if weights else None
     for density in (False, True):
         found = jaxkern.histogram(x, bins, limits, weights, density=density)
         exact = jnp.histogram(x, bins, limits, weights, density)

@@ -355,6 +355,9 @@ def row_offsets(keys, rows):
 
 
 def offsets_reference(keys, *, rows):
+    if not isinstance(keys.shape[0], int):  # jnp.searchsorted takes no symbolic sizes
+        counts = jnp.zeros(rows + 1, jnp.uint32).at[keys + 1].add(1, mode="drop")
+        return jnp.cumsum(counts, dtype=jnp.uint32)
     return jnp.searchsorted(keys, jnp.arange(rows + 1, dtype=jnp.uint32), method="scan_unrolled").astype(jnp.uint32)
 
 

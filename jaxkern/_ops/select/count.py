@@ -12,7 +12,7 @@ import typing
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._core import algorithms, launch
+from jaxkern._core import algorithms, launch, validate
 from jaxkern._core.define import ceil_div
 from jaxkern._core.device import H200
 from jaxkern._core.params import Params
@@ -78,10 +78,13 @@ def plan(device, operands, results, *, bins) -> launch.Plan | None:
 # ---- the primitive
 
 
+def bin_of(x, bins):
+    """The bin of each number, an int32; `bins` for numbers that are not counted. The type of x need not hold `bins`."""
+    return jnp.clip(x, 0, min(bins, int(jnp.iinfo(x.dtype).max))).astype(jnp.int32)
+
+
 def reference(x, *, bins):
-    # Numbers that are not counted get the index `bins`.
-    at = jnp.where(x < 0, 0, jnp.minimum(x, jnp.iinfo(x.dtype).max)).astype(jnp.promote_types(x.dtype, jnp.int32))
-    return jnp.zeros(bins, jnp.int32).at[at].add(1, mode="drop")
+    return jnp.zeros(bins, jnp.int32).at[bin_of(x, bins)].add(1, mode="drop")
 
 
 def _batch(prim, operands, dims, params):
@@ -90,10 +93,10 @@ def _batch(prim, operands, dims, params):
     size = len(x)
     if size * bins >= 2**31:
         return lax.map(lambda x: bind(prim, x, **params), x), 0
-    first = bins * jnp.arange(size, dtype=jnp.int32)[:, None]
-    own = jnp.where(x < 0, 0, x)
-    at = jnp.where(own < bins, own.astype(jnp.int32) + first, size * bins)
-    return bind(prim, at.reshape(-1), bins=size * bins).reshape(size, bins), 0
+    own, first = bin_of(x, bins), bins * jnp.arange(size, dtype=jnp.int32)[:, None]
+    at = jnp.where(own < bins, own + first, size * bins)
+    flat = validate.mergeable(at, at.ndim).reshape(-1)
+    return bind(prim, flat, bins=size * bins).reshape(size, bins), 0
 
 
 def _shard(prim, over, x, *, bins):

@@ -10,6 +10,7 @@ import sys
 import typing
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxkern._core import algorithms, compat, launch
@@ -75,9 +76,9 @@ def plan(device, operands, results, *, descending, wanted) -> launch.Plan | None
 
 def _largest(dtype) -> int:
     """The bits of the largest number that is not NaN."""
-    most = jnp.array(jnp.inf, dtype)
-    most = most if jnp.isinf(most) else jnp.array(jnp.finfo(dtype).max, dtype)
-    return int(lax.bitcast_convert_type(most, f"uint{8 * dtype.itemsize}"))
+    most = np.array(np.inf, dtype)
+    most = most if np.isinf(most) else np.array(jnp.finfo(dtype).max, dtype)
+    return int(most.view(f"uint{8 * dtype.itemsize}"))
 
 
 # ---- the primitive

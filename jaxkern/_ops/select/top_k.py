@@ -9,10 +9,11 @@ import math
 import sys
 import typing
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._core import algorithms, compat, launch
+from jaxkern._core import algorithms, compat, launch, validate
 from jaxkern._core.define import ceil_div
 from jaxkern._core.device import H200
 from jaxkern._core.params import Params
@@ -123,7 +124,7 @@ def plan(device, operands, results, *, k) -> launch.Plan | None:
     parts = ceil_div(columns, part)
     join = blocks(True, True, 8, parts * k)
     split = lambda vectors: blocks(vectors, parts=parts, part=part, candidates=launch.scratch())
-    return launch.Plan(algorithm, (split(True), join), 8 * p.rows * parts * k, (split(False), join))
+    return launch.planned(algorithm, (split(True), join), 8 * p.rows * parts * k, (split(False), join))
 
 
 # ---- the primitive
@@ -165,7 +166,14 @@ def gathered(values, tangent, indices):
     """The tangent of values that were selected at these indices."""
     if not has_tangent(tangent):
         return compat.zero_tangent(values)
-    return jnp.take_along_axis(tangent, indices, -1, mode="promise_in_bounds")
+    return taken_along(tangent, indices, tangent.ndim - 1)
+
+
+def taken_along(x, indices, axis):
+    """`jnp.take_along_axis` of indices that are in bounds. On a mesh with explicit axes the result is split as the indices are."""
+    x, whole = validate.whole(x, axis), validate.whole(indices, axis)
+    found = jnp.take_along_axis(x, whole, axis, mode="promise_in_bounds")
+    return validate.split_like(found, jax.typeof(indices))
 
 
 set_jvp(top_k_p, _jvp)
