@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkern
+from jaxkern._core import compat
 
 SIZES = ((4, 6, 8), (5, 5, 5), (3, 8, 1), (2, 7, 3))  # batch, rows, width
 UNARY = (jnp.tanh, jnp.sin, jax.nn.sigmoid, jax.nn.relu, jnp.square, jnp.abs, jax.nn.silu, jnp.negative, jnp.arctan)
@@ -26,17 +27,17 @@ TRANSFORMS = ("none", "gradient", "gradient", "vmap", "remat", "scan", "vmap of 
 class Program:
     """The program of this seed and number: `f(*args)`, which returns a number and arrays."""
 
-    def __init__(self, seed, number):
-        self.key = seed, number
+    def __init__(self, seed, number, dtype="float64"):
+        self.key, self.dtype = (seed, number), dtype
         rng = np.random.default_rng((*self.key, 0))
         self.transform = TRANSFORMS[rng.integers(len(TRANSFORMS))]
         self.sizes = SIZES[rng.integers(len(SIZES))]
         self.steps = int(rng.integers(4, 16))
         batch, rows, width = self.sizes
         lead = (3,) if "vmap" in self.transform else ()
-        normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        normal = lambda *shape: np.asarray(rng.normal(size=shape), dtype)
         self.args = [normal(*lead, batch, rows, width), normal(*lead, batch, rows, width), normal(*lead, width)]
-        self.matrix, self.labels = normal(width, width), jnp.asarray(rng.integers(0, width, (batch, rows)))
+        self.matrix, self.labels = normal(width, width), rng.integers(0, width, (batch, rows)).astype(np.int32)
 
     def __str__(self):
         return f"seed {self.key[0]}, program {self.key[1]} ({self.transform})"
@@ -90,16 +91,21 @@ class Program:
 
 def check(program) -> int:
     """Compares a program with itself under forced regions, and returns how many there are."""
-    plain = jax.jit(program.f)(*program.args)
-    with jaxkern.accelerate(only="rows", force=True):
-        own = jax.jit(program.f)(*program.args)
-        found = jaxkern.explain(program.f, "cpu")(*program.args)
-    # A gradient that is zero in exact arithmetic consists of rounding errors of terms that cancel, which are about 1 or larger.
-    largest = max(1.0, *(float(jnp.max(jnp.abs(a))) for a in jax.tree.leaves(plain)))
+    with compat.enable_x64(program.dtype == "float64"):
+        plain = jax.jit(program.f)(*program.args)
+        with jaxkern.accelerate(only="rows", force=True):
+            own = jax.jit(program.f)(*program.args)
+            found = jaxkern.explain(program.f, "cpu")(*program.args)
+    eps = float(jnp.finfo(program.dtype).eps)
+    # A gradient that is zero in exact arithmetic consists of rounding errors of terms that cancel, which are about 1 or larger. A fault
+    # as small as these errors in float32 shows in float64, where they are 1e-16 of the terms.
+    largest = max(1.0, *(float(np.max(np.abs(a))) for a in jax.tree.leaves(plain)))
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(own), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
-        scale = float(jnp.max(jnp.abs(a)))
-        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4 * scale + 1e-7 * largest, err_msg=str(program))
+        scale = float(np.max(np.abs(a)))
+        np.testing.assert_allclose(
+            b, a, rtol=800 * eps, atol=800 * eps * scale + 0.8 * eps * largest, err_msg=str(program)
+        )
     return len(found.taken)
 
 
@@ -114,11 +120,12 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--programs", type=int)
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     parser.add_argument("--kernels", action="store_true")
     arguments = parser.parse_args()
     taken, run = 0, compiled if arguments.kernels else check
     for done, k in enumerate(itertools.islice(itertools.count(arguments.first), arguments.programs), 1):
-        taken += run(Program(arguments.seed, k))
+        taken += run(Program(arguments.seed, k, arguments.dtype))
         if done % 20 == 0:
             print(f"{done} programs, {taken} regions", flush=True)
             jax.clear_caches()

@@ -9,7 +9,7 @@ from accelerated import PLATFORM, close
 
 import jaxkern
 from benchmarks import _by_hand
-from jaxkern._core import registry
+from jaxkern._core import compat, registry
 
 forced = jaxkern.accelerate(only="rows", force=True)
 needs_kernels = pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
@@ -96,9 +96,32 @@ def test_results(f, transform):
         assert any(d.taken for d in regions(g, *args))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("number", range(4))
-def test_random_programs(number):
-    random_row_programs.check(random_row_programs.Program(0, number))
+def test_random_programs(number, dtype):
+    random_row_programs.check(random_row_programs.Program(0, number, dtype))
+
+
+def test_gradients_in_bfloat16_are_no_less_accurate():
+    """Regions round where they store, the plain program after each operation; both are compared with float64."""
+    make, data = _by_hand.PROGRAMS["llama"], _by_hand.PROGRAMS["llama"]("float32", True)[2]
+    rng, shapes = np.random.default_rng(0), jax.eval_shape(make("float32", True)[1], jax.random.key(0))
+    params = jax.tree.map(lambda s: np.asarray(jnp.asarray(rng.normal(0, 0.1, s.shape), jnp.bfloat16)), shapes)
+    gradient = lambda dtype: jax.jit(jax.grad(make(dtype, True)[0]))
+    plainly = gradient("bfloat16")
+    plain = plainly(params, *data)
+    with forced:
+        own = plainly(params, *data)
+        assert sum(d.taken for d in regions(plainly, params, *data)) >= 15
+    with compat.enable_x64():
+        exact = gradient("float64")(jax.tree.map(lambda p: p.astype(np.float64), params), *data)
+        exact = jax.tree.map(np.asarray, exact)
+
+    def error(found):
+        off = lambda a, b: np.mean((np.asarray(a, np.float64) - b) ** 2) / np.mean(np.square(b))
+        return np.sqrt(np.mean(jax.tree.leaves(jax.tree.map(off, found, exact))))
+
+    assert error(own) <= 1.1 * error(plain)
 
 
 # ---- which regions there are

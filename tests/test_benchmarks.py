@@ -201,7 +201,7 @@ def test_what_is_found_in_programs(name):
     found = [p for p in programs.programs() if p.name == name]
     if not found:
         pytest.skip("its package is not installed")
-    # In 16 bits the plain program rounds after each operation, and regions of rows where they store.
+    # In 16 bits regions round elsewhere than the plain program: test_accelerate_rows.py compares both with float64.
     dtype, platform = "float32" if "rows" in FOUND[name] else found[0].dtype, "cuda" if ON_GPU else "cpu"
     training = found[0].make(dtype, True)
     step, rng = jax.jit(training.step), np.random.default_rng(0)
