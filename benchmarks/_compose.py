@@ -1,4 +1,4 @@
-"""What figures are made of: rows of dots and panels of lines from the cells of result files, with the machines that ran them."""
+"""Rows of dots and panels of lines for figures, from the cells of result files, with the machines that ran them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of all operations together: README.md's, how near kernels come to a copy, and where others are faster."""
+"""Figures of all operations together: the figure of README.md, speeds beside a copy, and where others are faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection, sorts, searches and counts under compute-sanitizer: every algorithm, around its edges, to the bit."""
+"""Selection, sorts, searches and counts under compute-sanitizer: every algorithm at the limits of its sizes, compared bit by bit."""
 
 from __future__ import annotations
 

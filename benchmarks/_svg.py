@@ -1,8 +1,8 @@
 """Figures as SVG: panels of dots over rows of words, and of lines, laid out in one column that is read on a phone.
 
-A figure is data (`Figure`, `Dots`, `Lines`). `lay_out` turns it into a `Drawing`, which knows where every text is, so that tests can
-ask whether texts overlap; `Drawing.svg` is the file. Text stays text, in the reader's font. The widths below are DejaVu Sans's, the
-widest of the fonts in FONT, so what fits here fits elsewhere.
+A figure is data (`Figure`, `Dots`, `Lines`). `lay_out` turns it into a `Drawing`, which has the place of every text, so that tests can
+check whether texts overlap; `Drawing.svg` is the file. Text stays text, in the reader's font. The widths below are for DejaVu Sans, the
+widest of the fonts in FONT, so what fits in it fits in the others.
 """
 
 from __future__ import annotations

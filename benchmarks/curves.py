@@ -4,9 +4,9 @@
     python -m benchmarks curves --cases llama --seeds 8 --steps 500
     python -m benchmarks curves --only default,rows              also under accelerate(only=...)
 
-Rounding alone makes two runs of a program drift apart. So each program also trains plainly from parameters that differ in the
-last bit of its type, and how far the accelerated losses are from the plain ones is judged by how far those are. Without a GPU small programs
-run, and jaxkern's references in place of its kernels.
+Rounding alone makes two runs of a program drift apart. Each program therefore also trains plainly from parameters that differ in the
+last bit of its type. The distance of these losses from the plain ones is the measure for the accelerated losses. Without a GPU, programs
+are small, and jaxkern's references run in place of its kernels.
 """
 
 from __future__ import annotations

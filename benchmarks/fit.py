@@ -1,10 +1,10 @@
-"""Fits the constants of the model of costs (jaxkern/_accelerate/cost.py) to half of the regions, and judges them on the other half.
+"""Fits the constants of the cost model (jaxkern/_accelerate/cost.py) to half of the regions, and checks them on the other half.
 
-    python -m benchmarks fit                       by benchmarks/results/row_kernel-NVIDIA_H200.json
-    python -m benchmarks fit FILE --seeds 5        by another file of an H200, and by more ways to halve it
+    python -m benchmarks fit                       with benchmarks/results/row_kernel-NVIDIA_H200.json
+    python -m benchmarks fit FILE --seeds 5        with another file of an H200, and more ways to halve it
 
-A region is a function, forward or backward, and a width; both of its types are in the same half. The constants are changed one after
-the other by factors, as long as estimates on the first half come closer to the times that were measured. No GPU is needed.
+A region is a function, forward or backward, and a width; both of its types are in the same half. The constants are changed by
+factors, one after the other, until estimates on the first half come no closer to the measured times. No GPU is needed.
 """
 
 from __future__ import annotations

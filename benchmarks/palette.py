@@ -1,7 +1,7 @@
 """Colours and markers of all figures: one meaning per colour, for light and for dark pages, also for the colour-blind.
 
 The hues of jaxkern, XLA and PyTorch follow Okabe and Ito ("Color Universal Design", 2008), darker for light pages and lighter for
-dark ones. tests/test_figures.py computes contrasts and how far the colours are apart for the colour-blind.
+dark ones. tests/test_figures.py checks contrasts, and how different the colours are for the colour-blind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The drawings of docs/drawings, for light and for dark pages: `python docs/draw.py` writes them again.
 
-They are laid out for phones, like figures, and by the same module. Blue is Python, green what runs on a GPU, amber what a user gives,
-and grey what is left aside; colours of rows of an array mean the row alone.
+They are laid out for phones by the module that lays out figures. Blue marks Python, green what runs on a GPU, amber what a user gives,
+and grey what is left out. Rows of an array have a colour each, without another meaning.
 """
 
 import pathlib

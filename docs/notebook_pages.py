@@ -1,4 +1,4 @@
-"""What mkdocs runs for docs/notebooks: each notebook is executed, and a page of the site shows its cells and their output.
+"""Pages for docs/notebooks, made by mkdocs: each notebook is executed, and a page of the site shows its cells and their output.
 
 A cell that fails ends the build. The notebooks are kept without output; the site also has them as files, to download.
 """

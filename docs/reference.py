@@ -1,4 +1,4 @@
-"""The API on the site: what the pages in docs/api list, an index of it, and the functions that are made from a table."""
+"""The API on the site: the functions that the pages in docs/api list, their index, and the functions that are made from a table."""
 
 import importlib
 import inspect

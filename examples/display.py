@@ -1,4 +1,4 @@
-"""What the examples share: progress, the picture of two trainings, and the last lines that say what to look at."""
+"""Shared by the examples: progress, the picture of two trainings, and the last lines, which say what to look at."""
 
 import pathlib
 import sys

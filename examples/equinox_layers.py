@@ -3,14 +3,14 @@
     python examples/equinox_layers.py
     python examples/equinox_layers.py --width 256 --length 256 --models 8 --batch 512     on a GPU
 
-A model sees a row of digits, and says for each position which digit stands there when the row is sorted. It is written for one row;
-jax.vmap makes a batch of it, and eqx.filter_vmap an ensemble, so that kernels see all models and all rows at once. It takes its embedding,
-norms and attention from the module that it is given: `jaxkern.equinox` or `equinox.nn`. Both ensembles begin with the same numbers and
-see the same rows. At the end the file that eqx.tree_serialise_leaves writes of the jaxkern ensemble is read into the other one.
+A model reads a row of digits, and predicts the digit at each position of the sorted row. It is written for one row;
+jax.vmap makes a batch of it, and eqx.filter_vmap an ensemble, so each kernel computes all models and all rows at once. The model takes its
+embedding, norms and attention from the module that it is given: `jaxkern.equinox` or `equinox.nn`. Both ensembles start from the same
+parameters and read the same rows. At the end, eqx.tree_serialise_leaves writes the jaxkern ensemble to a file, which is read into the other one.
 
-What to look at: the share of positions with the right digit, which agrees, also after the file has changed sides. The picture shows both
-mean loss curves and their difference, and the right answers by position: one line for each model of the ensemble, and one for the vote
-of all. The exit status is 1 if the curves disagree.
+What to look at: the share of positions with the right digit, which agrees, also after the other ensemble has read the file. The picture
+shows both mean loss curves and their difference, and the right answers by position: one line for each model of the ensemble, and one for
+the vote of all. The exit status is 1 if the curves disagree.
 
 Needs the `layers` and `examples` extras: equinox, optax, tqdm and matplotlib. Takes half a minute on 2 cores.
 """

@@ -7,7 +7,7 @@ The model is one class, which takes its norms, embedding and attention from the 
 blocks are made by nnx.vmap, and run by nnx.scan. Both models are trained from one seed on the same batches of bytes, step
 by step in turns. At the end the checkpoint of the jaxkern model is read into the flax model.
 
-What to look at: the bits per byte on held-out files, which agree, also after the checkpoint has changed sides, and the time of a step. The
+What to look at: the bits per byte on held-out files, which agree, also after the flax model has read the checkpoint, and the time of a step. The
 picture shows both loss curves, which lie on each other, and their difference. The exit status is 1 if the curves disagree.
 
 The text is every .py file of the standard library, or of --text DIR. Needs the `layers` and `examples` extras: flax, optax, tqdm and

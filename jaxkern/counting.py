@@ -1,4 +1,4 @@
-"""bincount and histogram. The primitive of counts is in _ops/select; weights are sums of segments."""
+"""bincount and histogram. The primitive of counts is in _ops/select; weighted counts are segment sums."""
 
 import functools
 

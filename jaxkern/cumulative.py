@@ -1,4 +1,4 @@
-"""cumsum, cumprod, cummax, cummin and cumlogsumexp: results for all elements so far along an axis."""
+"""cumsum, cumprod, cummax, cummin and cumlogsumexp: reductions of all elements up to each position along an axis."""
 
 from jaxkern._core import package
 from jaxkern._definitions.cumulative import cumlogsumexp, cummax, cummin, cumprod, cumsum

@@ -4,7 +4,7 @@
     norm = jaxkern.equinox.RMSNorm(512)      # in place of eqx.nn.RMSNorm(512)
     y = jax.vmap(norm)(x)
 
-Each class is a subclass of the class of equinox that has its name, and overrides `__call__` alone. Arguments, defaults, fields and
+Each class is a subclass of equinox's class of the same name, and overrides only `__call__`. Arguments, defaults, fields and
 random numbers are equinox's: a file of `eqx.tree_serialise_leaves` fits both. A call that jaxkern has no function for, such as one
 with complex numbers or with a wrong shape, runs equinox's code, which raises equinox's errors.
 

@@ -3,7 +3,7 @@
     import jaxkern.nnx
     norm = jaxkern.nnx.RMSNorm(512, dtype=jnp.bfloat16, rngs=rngs)      # in place of nnx.RMSNorm(...)
 
-Each class is a subclass of the class of flax that has its name, and overrides the computation alone. Arguments, defaults, parameters,
+Each class is a subclass of flax's class of the same name, and overrides only the computation. Arguments, defaults, parameters,
 their metadata, the state and the random numbers are flax's, so checkpoints fit both. A call that jaxkern has no function for, such as
 a norm whose statistics cover a named axis (`axis_name`), runs flax's code.
 """

@@ -1,4 +1,4 @@
-"""top_k and what selects by it: filters of logits, sampling, and the routing of tokens to experts.
+"""top_k, and functions that use it: filters of logits, sampling, and the routing of tokens to experts.
 
 The primitive is in _ops/select.
 """

@@ -1,4 +1,4 @@
-"""What `help` shows of each public name: the sections that it must have, names of public modules only, examples that run."""
+"""What `help` shows for each public name: the required sections, names of public modules only, examples that run."""
 
 import dataclasses
 import doctest

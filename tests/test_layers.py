@@ -1,4 +1,4 @@
-"""The layers of jaxkern.nnx and jaxkern.equinox against the layers of flax and equinox that they stand for.
+"""The layers of jaxkern.nnx and jaxkern.equinox against the layers of flax and equinox that they replace.
 
 One program computes results and gradients of both layers with the same parameters. The reference is their layer in float32, or in
 float64 for float64.

@@ -1,4 +1,4 @@
-"""Caches keep apart what depends on settings of JAX and on the GPU: a program is lowered as by a process that never had others."""
+"""Caches separate what depends on JAX's settings and on the GPU: a program is lowered as in a process that never had other settings."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""top_k and what selects by it: numbers, ties, special values, derivatives, shardings, the kernel, bad input."""
+"""top_k, and functions that use it: numbers, ties, special values, derivatives, shardings, the kernel, bad input."""
 
 import dataclasses
 import functools

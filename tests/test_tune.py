@@ -1,4 +1,4 @@
-"""Regions that are timed (jaxkern/_accelerate/tune.py): what times decide, where they are kept, and that they can be taken."""
+"""Regions that are timed (jaxkern/_accelerate/tune.py): what times decide, where they are kept, and timing while a program is lowered."""
 
 import concurrent.futures
 

@@ -1,8 +1,8 @@
 """Regions of rows that are timed, for `accelerate(tune=True)`: as XLA runs them, and as one kernel.
 
-A region is timed alone, on random arrays, when a program that has it is lowered for the first time. Its times then take the place of
-the estimates of cost.py. They are kept in the cache folder, one small file for each region, and are found again as long as the GPU and
-the versions of jaxlib and jaxkern are the same.
+A region is timed alone, on random arrays, when a program that contains it is first lowered. Its times then replace the estimates of
+cost.py. The cache folder keeps them in one small file for each region, and they are reused while the GPU and the versions of jaxlib and
+jaxkern stay the same.
 """
 
 import concurrent.futures

@@ -1,4 +1,4 @@
-"""Caches of what JAX traces: settings of JAX that a trace depends on are part of their keys."""
+"""Caches of traces. The settings of JAX that a trace depends on are part of the keys."""
 
 import functools
 

@@ -1,9 +1,9 @@
 // How often each number of [0, bins) is among the elements of an array; numbers beyond are not counted, negative ones as 0.
 //
-//     CountShared     each block counts in shared memory and then adds what it found to the result
+//     CountShared     each block counts in shared memory and then adds its counts to the result
 //     CountGlobal     elements are added to the result one by one
 //
-// Equal numbers next to each other would wait for each other: those of a warp that equal its first one are counted at once.
+// Atomic additions to one number wait for each other. The elements of a warp that equal its first one are therefore added at once.
 // Sums of integers do not depend on their order. On entry the result is 0. Memory traffic: the array once.
 #pragma once
 

@@ -1,8 +1,8 @@
 // Where each query would be inserted into an ascending array: how many of its elements are less than the query, or, with kRight,
 // how many are not greater.
 //
-//     Search          every block keeps evenly spaced elements of the array in shared memory. A query is compared with these by
-//                     halving, and then with elements between two of them, which are in L2 unless the array is large
+//     Search          every block keeps evenly spaced elements of the array in shared memory. A binary search compares the query with
+//                     these, and then with the elements between two of them, which are in L2 unless the array is large
 //
 // -0 equals 0, and NaN is greater than every number, as in a sort. Memory traffic: queries and results once.
 #pragma once

@@ -1,8 +1,8 @@
 // Rows of up to kWidth elements, sorted, in a stable order, with the columns where their elements were.
 //
-//     SortRows        a bitonic network. kWidth / 8 threads have a row, each of them 8 elements in registers, as numbers that hold
-//                     the key and the column, so that no two are equal. Elements are exchanged in registers, by shuffles, and,
-//                     further apart than 256, through shared memory
+//     SortRows        a bitonic network. kWidth / 8 threads sort a row. Each holds 8 elements in registers, as numbers made of the
+//                     key and the column, so that no two are equal. Elements are exchanged in registers, by shuffles, and,
+//                     if they are further apart than 256, through shared memory
 //
 // -0 equals 0, and NaN is greater than every number, as in lax.sort. Memory traffic: rows are read once, and again, from L1, in
 // sorted order; values and indices are written once.

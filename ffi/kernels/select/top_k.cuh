@@ -3,10 +3,10 @@
 //     TopKBlock       one block per row, or per part of a row: a buffer in shared memory holds the elements that may be among
 //                     the k largest. If it is full, a radix selection leaves its k largest, and from then on only elements
 //                     that are greater than these enter. Random rows fill it once or twice.
-//     TopKWarp        one warp per row that fits its registers: k times the largest of what is left
+//     TopKWarp        one warp per row that fits in its registers: finds the largest remaining element k times
 //
-// Of several parts of a row each block writes its k largest as candidates (order.h); a second launch of TopKBlock then selects among
-// them. Memory traffic: x is read once; values and indices are written once.
+// If a row has several parts, each block writes the k largest of its part as candidates (order.h), and a second launch of TopKBlock
+// selects among them. Memory traffic: x is read once; values and indices are written once.
 #pragma once
 
 #include "common/pack.cuh"

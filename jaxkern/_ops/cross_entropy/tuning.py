@@ -1,6 +1,7 @@
 """Numbers that decide how losses map to the GPU.
 
-A number with a case in brackets was measured; times are device times on an H200 unless it says otherwise. No other number was.
+A number that was measured has its case in brackets; times are device times on an H200 unless the case says otherwise. The other
+numbers were not measured.
 """
 
 GROUP_THREADS, STREAM_THREADS, BLOCK_THREADS = 128, 256, 512  # of blocks of the kernels

@@ -1,6 +1,7 @@
 """Numbers that decide how operations at indices map to the GPU.
 
-A number with a case in brackets was measured; times are device times on an H200 unless it says otherwise. No other number was.
+A number that was measured has its case in brackets; times are device times on an H200 unless the case says otherwise. The other
+numbers were not measured.
 """
 
 # Few updates, and bins.

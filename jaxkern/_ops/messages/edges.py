@@ -1,4 +1,4 @@
-"""Edges of a graph, in the order of their rows, and the arrays that messages read beside them."""
+"""Edges of a graph, in the order of their rows, and the arrays that messages read with them."""
 
 import typing
 

@@ -1,6 +1,7 @@
 """Numbers that decide how hand-written norms map to the GPU, and which norms run on generated kernels or on XLA.
 
-A number with a case in brackets was measured; times are device times on an H200 unless it says otherwise. No other number was.
+A number that was measured has its case in brackets; times are device times on an H200 unless the case says otherwise. The other
+numbers were not measured.
 """
 
 # Packs of a row in a lane, by default; beyond, a block has the row [bfloat16 65536 x 1001: rms_norm 144 us, 83 in a block, its gradient 253

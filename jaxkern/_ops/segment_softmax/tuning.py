@@ -1,6 +1,7 @@
 """Numbers that decide how softmaxes of segments map to the GPU.
 
-A number with a case in brackets was measured; times are device times on an H200 unless it says otherwise. No other number was.
+A number that was measured has its case in brackets; times are device times on an H200 unless the case says otherwise. The other
+numbers were not measured.
 """
 
 TILE_THREADS, TILE_COLUMNS = 256, 16
