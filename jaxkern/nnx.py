@@ -288,18 +288,21 @@ def dot_product_attention(
 
 def _check_shapes(query, key, value):
     q, k, v = query.shape, key.shape, value.shape
-    if not (
-        len(q) == len(k) == len(v) >= 3
-        and q[:-3] == k[:-3] == v[:-3]
-        and k[-3:-1] == v[-3:-1]
-        and q[-1] == k[-1]
-        and k[-2] > 0
-        and q[-2] % k[-2] == 0
-    ):
-        raise ValueError(
-            "jaxkern.nnx.dot_product_attention: query, key and value must be [batch..., queries, heads, depth], [batch..., keys, "
-            f"key heads, depth] and [batch..., keys, key heads, value depth], got {q}, {k} and {v}"
-        )
+    if not len(q) == len(k) == len(v) >= 3:
+        fault = "query, key and value must have the same rank, 3 or more"
+    elif not q[:-3] == k[:-3] == v[:-3]:
+        fault = "batch dims of query, key and value must match"
+    elif k[-3] != v[-3]:
+        fault = "key and value lengths must match"
+    elif k[-2] != v[-2]:
+        fault = "key and value heads must match"
+    elif q[-1] != k[-1]:
+        fault = "query and key depths must match"
+    elif k[-2] == 0 or q[-2] % k[-2]:
+        fault = "the number of query heads must be a multiple of the number of key heads"
+    else:
+        return
+    raise ValueError(f"jaxkern.nnx.dot_product_attention: {fault}; got shapes {q}, {k} and {v}")
 
 
 def _over_matrices(f):
