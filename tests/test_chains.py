@@ -315,11 +315,7 @@ def test_random_chains(message, mode, onto, dtype):
     x, y, w, e = (a.astype(dtype) for a in (nodes, others, weights, edges))
     s, r = (i % NODES if mode == "promise_in_bounds" else i for i in (senders, receivers))
     f = lambda x, y, w, e, s, r: (y if onto else jnp.zeros_like(y)).at[r].add(message(x, y, w, e, s, r), mode=mode)
-    jax.config.update("jax_disable_most_optimizations", not ON_GPU)
-    try:
-        check(f, x, y, w, e, s, r, rtol=3e-5 if dtype == jnp.float32 else 4e-2)
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+    check(f, x, y, w, e, s, r, rtol=3e-5 if dtype == jnp.float32 else 4e-2)
 
 
 @pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
