@@ -40,7 +40,7 @@ def top_k(x: ArrayLike, k: int, axis: int = -1) -> Pair:
         less than 0.
 
     Raises:
-        TypeError: `x` is complex or not an array; `k` or `axis` is not an int.
+        TypeError: `x` is complex, of fewer than 8 bits, or not an array; `k` or `axis` is not an int.
         ValueError: `k` is negative or larger than the axis; `axis` is out of bounds.
 
     Derivatives: forward and reverse mode, of any order, by `x`. Tangents are gathered at the indices.
@@ -62,6 +62,9 @@ def top_k(x: ArrayLike, k: int, axis: int = -1) -> Pair:
     axis = _axis(name, axis, x.shape)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"jaxkern.{name}: x must be real, got {x.dtype}{list(x.shape)}")
+    info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
+    if x.dtype != bool and info(x.dtype).bits < 8:
+        raise TypeError(f"jaxkern.{name}: XLA selects no {x.dtype}{list(x.shape)}: convert x with astype")
     if k < 0 or (isinstance(x.shape[axis], int) and k > x.shape[axis]):
         raise ValueError(f"jaxkern.{name}: k must be from 0 to {x.shape[axis]}, the size of axis {axis}, got {k}")
     return _top_k(x, k, axis)
@@ -69,10 +72,8 @@ def top_k(x: ArrayLike, k: int, axis: int = -1) -> Pair:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _top_k(x, k, axis):
-    narrow = jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8  # XLA selects none
-    wide = x.astype(jnp.int8) if narrow else x
-    values, indices = bind(top_k_p, jnp.moveaxis(wide, axis, -1), k=k)
-    return jnp.moveaxis(values.astype(x.dtype), -1, axis), jnp.moveaxis(indices, -1, axis)
+    values, indices = bind(top_k_p, jnp.moveaxis(x, axis, -1), k=k)
+    return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
 
 
 def _axis(name, axis, shape) -> int:
@@ -425,7 +426,8 @@ def _route(logits, k, capacity, renormalize):
         weights = jax.nn.softmax(values.astype(wide), -1)
     else:
         weights = jnp.exp(values.astype(wide) - logsumexp(logits.astype(wide), axis=-1, keepdims=True))
-    keys, order = sort_indices(experts.reshape(1, -1), rows=all_experts, wrap=False, clip=False)
+    flat = validate.mergeable(experts, 2).reshape(-1)[None]
+    keys, order = sort_indices(flat, rows=all_experts, wrap=False, clip=False)
     first = row_offsets(keys, all_experts).astype(jnp.int32)
     slots = jnp.arange(tokens * k, dtype=jnp.int32)
     if capacity is not None:
