@@ -137,7 +137,8 @@ def test_derivatives_and_batches():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 9)), jnp.float32)
     ours, theirs = (lambda x, f=f: jnp.sum(jnp.sin(f(x * x, 3)[0])) for f in (jaxkern.top_k, jax.lax.top_k))
     for derivative in (jax.grad, lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))):
-        np.testing.assert_allclose(derivative(ours)(x), derivative(theirs)(x), rtol=1e-5)
+        found, exact = jax.jit(lambda x: (derivative(ours)(x), derivative(theirs)(x)))(x)  # noqa: B023
+        np.testing.assert_allclose(found, exact, rtol=1e-5)
     same(jax.vmap(lambda x: jaxkern.top_k(x, 2), 1)(x), jax.lax.top_k(x.swapaxes(0, 1), 2))
     same(
         jax.jvp(lambda i: jaxkern.top_k(i, 2), (jnp.arange(9),), (np.zeros(9, jax.dtypes.float0),))[0], ([8, 7], [8, 7])
@@ -162,28 +163,28 @@ def test_filters(width, p):
     x[1] *= 5
     x[2, ::3] = 1  # equal ones
     kept = x if p == 1 else plain_top_p(x.astype(np.float64), p).astype(np.float32)
-    np.testing.assert_array_equal(jaxkern.top_p(x.T, p, 0).T, kept)
+    np.testing.assert_array_equal(np.asarray(jaxkern.top_p(x.T, p, 0)).T, kept)
     exact = np.where(x >= x.max(-1, keepdims=True) + np.float32(np.log(p)), x, -np.inf)
     for f in (jaxkern.top_p, jaxkern.min_p):
-        each, pull = jax.vjp(lambda x: f(x, np.full((4, 1), p, np.float32)), x)  # noqa: B023
+        ps = np.full((4, 1), p, np.float32)
+        each, slope = jax.jit(lambda x: jax.jvp(lambda x: f(x, ps), (x,), (jnp.ones_like(x),)))(x)  # noqa: B023
         np.testing.assert_array_equal(each, exact if f is jaxkern.min_p else kept)
-        np.testing.assert_array_equal(pull(jnp.ones_like(x))[0], each > -np.inf)
+        np.testing.assert_array_equal(slope, np.asarray(each) > -np.inf)
 
 
 def test_filters_of_special_numbers():
-    x = jnp.array([[jnp.nan, 1.0, -jnp.inf, -0.0, 0.0], [jnp.inf, 1.0, 2.0, 3.0, 4.0], [-jnp.inf] * 5])
+    x = np.array([[np.nan, 1, -np.inf, -0.0, 0], [np.inf, 1, 2, 3, 4], [-np.inf] * 5, [np.nan] * 5], np.float32)
     for f in (jaxkern.top_p, jaxkern.min_p):
         found = np.asarray(f(x, 0.9))
         assert found[0, 1] == 1 and found[0, [0, 2]].tolist() == [-np.inf] * 2
-        assert found[1].tolist() == [np.inf, *[-np.inf] * 4] and (found[2] == -np.inf).all()
-        assert (f(jnp.full((1, 5), jnp.nan), 0.9) == -jnp.inf).all()
-        assert f(jnp.zeros((0, 5)), 0.5).shape == (0, 5) and f(jnp.zeros((5, 0)), 0.5).shape == (5, 0)
-        assert f(jnp.arange(3), 0.5).dtype == jnp.float32
-        small = jnp.arange(4.0).astype(jnp.float8_e5m2)
-        same([f(small, 0.7)], [f(small.astype(jnp.float32), 0.7).astype(jnp.float8_e5m2)])
+        assert found[1].tolist() == [np.inf, *[-np.inf] * 4] and (found[2:] == -np.inf).all()
+        assert f(np.zeros((0, 5)), 0.5).shape == (0, 5) and f(np.zeros((5, 0)), 0.5).shape == (5, 0)
+        assert jax.eval_shape(f, np.arange(3), 0.5).dtype == jnp.float32
+        small = np.arange(20.0).reshape(4, 5).astype(jnp.float8_e5m2)
+        same([f(small, 0.7)], [np.asarray(f(small.astype(np.float32), 0.7)).astype(small.dtype)])
     # From 1 on min_p keeps the most probable class.
-    assert (jaxkern.min_p(x[1:2], 2.0) > -jnp.inf).tolist() == [[True, *[False] * 4]]
-    assert jaxkern.sample(jnp.arange(3.0), jax.random.key(0), min_p=2.0) == 2
+    assert np.isfinite(jaxkern.min_p(np.arange(20, dtype=np.float32).reshape(4, 5), 2.0)).sum() == 4
+    assert jaxkern.sample(np.arange(3.0), jax.random.key(0), min_p=2.0) == 2
 
 
 @pytest.mark.parametrize(
@@ -209,16 +210,19 @@ def test_samples(filters):
 
 def test_samples_of_many_classes():
     """Where the largest 1024 suffice for top_p, and where they do not; along another axis; temperature 0 of some rows."""
-    x = jnp.asarray(np.random.default_rng(4).normal(size=(6, 1100)), jnp.float32).at[:3].mul(6)
-    key, cold = jax.random.key(0), jnp.zeros((6, 1)).at[::2].set(9.0)
+    x = np.random.default_rng(4).normal(size=(6, 1100)).astype(np.float32)
+    x[:3] *= 6
+    cold = np.zeros((6, 1), np.float32)
+    cold[::2] = 9
     for given in (x[3:], x[:3]):
-        kept = jaxkern.top_p(given, 0.8) > -jnp.inf
+        kept = np.asarray(jaxkern.top_p(given, 0.8)) > -np.inf
         for n in range(3):
-            at = jaxkern.sample(given, jax.random.fold_in(key, n), top_p=0.8)
-            assert jnp.take_along_axis(kept, at[:, None], 1).all()
+            at = jaxkern.sample(given, jax.random.key(n), top_p=0.8)
+            assert np.take_along_axis(kept, np.asarray(at)[:, None], 1).all()
     for filters in ({}, {"top_k": 9}):
-        found = jaxkern.sample(x.T, key, temperature=cold.T, axis=0, **filters)
-        assert (found[1::2] == jnp.argmax(x, 1)[1::2]).all() and (found[::2] != jnp.argmax(x, 1)[::2]).any()
+        found = np.asarray(jaxkern.sample(x.T, jax.random.key(0), temperature=cold.T, axis=0, **filters))
+        same_class = found == np.argmax(x, 1)
+        assert same_class[1::2].all() and not same_class[::2].all()
 
 
 @pytest.mark.parametrize("capacity, renormalize", [(None, True), (3, False)])
@@ -227,7 +231,8 @@ def test_routes(capacity, renormalize):
     tokens, experts, k = 37, 5, 2
     logits = jnp.asarray(np.random.default_rng(5).normal(size=(tokens, experts)), jnp.float32)
     weights, chosen, slots, counts = jaxkern.moe_route(logits, k, capacity, renormalize=renormalize)
-    p = np.asarray(jax.nn.softmax(logits), np.float64)
+    p = np.exp(np.asarray(logits, np.float64))
+    p /= p.sum(1, keepdims=True)
     at = np.argsort(-p, 1, kind="stable")[:, :k]
     exact = np.take_along_axis(p, at, 1)
     np.testing.assert_allclose(weights, exact / exact.sum(1, keepdims=True) if renormalize else exact, rtol=1e-5)
@@ -243,17 +248,17 @@ def test_routes(capacity, renormalize):
         given = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"tokens, {experts}"), jnp.float32)
         exported = jax.export.export(jax.jit(lambda x: jaxkern.moe_route(x, k, capacity)[2:]))(given)
         same(exported.call(logits), (slots, counts))
-    x = jnp.arange(1.0, tokens + 1)[:, None]
+    x = np.arange(1.0, tokens + 1, dtype=np.float32)[:, None]
     held = jaxkern.moe_dispatch(x, slots, int(first[-1]))
-    back = jaxkern.moe_combine(held, slots, jnp.ones((tokens, k)))
-    np.testing.assert_array_equal(back, x * (slots >= 0).sum(1, keepdims=True))
+    back = jaxkern.moe_combine(held, slots, np.ones((tokens, k), np.float32))
+    np.testing.assert_array_equal(back, x * (np.asarray(slots) >= 0).sum(1, keepdims=True))
     loss = lambda logits: jnp.sum(jnp.sin(jaxkern.moe_route(logits, k, renormalize=renormalize).weights))
 
     def plain(logits):
         w = jax.lax.top_k(jax.nn.softmax(logits), k)[0]
         return jnp.sum(jnp.sin(w / w.sum(1, keepdims=True) if renormalize else w))
 
-    np.testing.assert_allclose(jax.grad(loss)(logits), jax.grad(plain)(logits), atol=1e-6)
+    np.testing.assert_allclose(*jax.jit(lambda x: (jax.grad(loss)(x), jax.grad(plain)(x)))(logits), atol=1e-6)
 
 
 # ---- bad input
