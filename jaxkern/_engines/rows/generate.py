@@ -221,7 +221,7 @@ class _Writer:
         given(value): the expression of a value that is known there, or None.
         """
         leaves, order = self._inputs(wanted, given)
-        places = {v for v in leaves if not isinstance(v, tuple) and self._is_iota(v) and not given(v)}
+        places = [v for v in leaves if not isinstance(v, tuple) and self._is_iota(v) and not given(v)]
 
         def f(*xs):
             env = dict(zip(leaves, xs))
