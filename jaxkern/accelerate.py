@@ -94,12 +94,13 @@ class accelerate(contextlib.ContextDecorator):
         tune: with "rows" in `only`, the GPU times each region of rows once, as XLA runs it and as one kernel, while a program
             that has it is compiled. These times decide in place of estimates. They are kept in the cache folder.
 
-    Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. Sums of rows of more than 60
-    bytes have the same bits in every run, with `deterministic` all sums that are taken. Otherwise results differ only in
-    these cases: the gradient of a softmax is 0 where the softmax is 0, even if a cotangent is infinite or NaN; the loss or
-    the gradient of a row of logits that holds +inf may be inf or NaN where optax has NaN or 0; and if a program converts
-    logits from bfloat16 to float32 for `optax.softmax_cross_entropy_with_integer_labels`, their float32 gradient has the
-    precision of bfloat16.
+    Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. Sums of rows of more than
+    60 bytes have the same bits in every run, with `deterministic` all sums that are taken. Otherwise results differ
+    only in these cases: the gradient of a softmax is 0 where the softmax is 0, even if a cotangent is infinite or
+    NaN; the loss or the gradient of a row of logits that holds +inf may be inf or NaN where optax has NaN or 0; if a
+    program converts logits from bfloat16 to float32 for `optax.softmax_cross_entropy_with_integer_labels`, their
+    float32 gradient has the precision of bfloat16; and False times an infinity or NaN is NaN, as in eager JAX, where
+    XLA may compile the product as a select.
 
     Raises:
         ValueError: a name is unknown, or `check` is negative.

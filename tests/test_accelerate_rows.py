@@ -1,5 +1,6 @@
 """Rows of plain JAX programs under `accelerate(only="rows")`: results, what is taken, and where regions end."""
 
+import exact_row_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,6 +101,11 @@ def test_results(f, transform):
 @pytest.mark.parametrize("number", range(4))
 def test_random_programs(number, dtype):
     random_row_programs.check(random_row_programs.Program(0, number, dtype))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_random_programs_of_exact_numbers(number):
+    exact_row_programs.Program(0, number).check()
 
 
 def test_gradients_in_bfloat16_are_no_less_accurate():
