@@ -1,5 +1,7 @@
 """bincount and histogram. The primitive of counts is in _ops/select; weighted counts are segment sums."""
 
+from __future__ import annotations
+
 import functools
 
 import jax

@@ -1,5 +1,7 @@
 """median and quantile, on `jaxkern.sort`."""
 
+from __future__ import annotations
+
 import functools
 import math
 

@@ -3,6 +3,8 @@
 The primitive is in _ops/select.
 """
 
+from __future__ import annotations
+
 import functools
 import typing
 

@@ -1,5 +1,7 @@
 """sort, argsort, sort_pairs and searchsorted. Their primitives are in _ops/select."""
 
+from __future__ import annotations
+
 import functools
 import typing
 

@@ -20,6 +20,8 @@ CALLS = {
     "index_add": [(lambda x, ids: jaxkern.index_add(x, 0, ids, x), X, IDS)],
     "index_select": [(lambda x, ids: jaxkern.index_select(x, 0, ids), X, IDS)],
     "sort_indices": [(lambda ids: jaxkern.sort_indices(ids, 90), IDS)],
+    "bincount": [(lambda ids: jaxkern.bincount(ids, 90), IDS)],
+    "top_k": [(lambda x: jaxkern.top_k(x, 5), X)],
     "elementwise": [(jaxkern.gelu, X), (jaxkern.swiglu, X), (lambda x: jaxkern.multiply(x, x[:1]), X)],
 }
 CALLS["associative_scan"] = [
@@ -54,9 +56,8 @@ def launched(f, *arguments, operation):
     """The algorithms in the launch lists of the operation's custom calls."""
     text = jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     heads = [program.splitlines()[1] for program in launch.programs(text)]
-    name = "operation jaxkern_" + {"elementwise": "", "softmax_cross_entropy": "cross_entropy"}.get(
-        operation, operation
-    )
+    names = {"elementwise": "", "softmax_cross_entropy": "cross_entropy", "bincount": "count"}
+    name = "operation jaxkern_" + names.get(operation, operation)
     return [head.rsplit(", ", 1)[1] for head in heads if head.startswith(name)]
 
 
@@ -105,7 +106,8 @@ def test_force_inside_jit_outlives_the_block():
 
 @pytest.mark.parametrize("operation", algorithms.operations())
 def test_the_choice_fits(operation):
-    sizes = {"elementwise": [((3, 5), (1, 5))], "sort_indices": (90, 600)}.get(operation, (90, 600, 8))
+    sizes = dict.fromkeys(("sort_indices", "sort", "bincount"), (90, 600)) | {"elementwise": [((3, 5), (1, 5))]}
+    sizes = sizes.get(operation, (90, 600, 8))
     for device in (algorithms.H200, algorithms.A100):
         algorithm = algorithms.choose(operation, *sizes, device=device)
         assert algorithm in algorithms.names(operation)
