@@ -17,6 +17,7 @@ import optax
 import jaxkern
 
 NO_OUT = "JAX accepts None alone"
+NEWER = {"is_stable", "out_sharding"}  # arguments that some supported versions of JAX lack
 
 
 @dataclasses.dataclass(frozen=True)
