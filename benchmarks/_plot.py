@@ -374,7 +374,7 @@ def figures(files: Files) -> dict[str, Figure]:
 
 
 def everything(files: Files) -> dict[str, Figure]:
-    """Those of operations, and those of all operations together."""
+    """All figures: the overviews, and the figures of each operation."""
     whole = {"speed": _overview.speed(files), "kernels": _overview.kernels(files), "losses": _overview.losses(files)}
     return whole | figures(files)
 

@@ -29,7 +29,7 @@ POINTS = 100  # of a curve, at most, in the result file
 
 
 def _nearby(params: Any, dtype: str, key: jax.Array) -> Any:
-    """Parameters of which each number is up or down by about its last bit in a program of this type."""
+    """The parameters with about the last bit of each number changed, up or down at random."""
     leaves, tree = jax.tree.flatten(params)
 
     def moved(a, key):

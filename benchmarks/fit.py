@@ -127,8 +127,12 @@ def _text(name: Any) -> str:
 
 
 class Judged(NamedTuple):
-    """error: see `error`. lost: of the regions that are taken, how many were slower than XLA. missed: of those that are left, how
-    many would have been faster by GAIN. time: seconds of all regions as they are decided, over those of the best decisions.
+    """What constants are worth on some regions.
+
+    error: see `error`.
+    taken, lost: how many regions are taken, and how many of these were slower than XLA.
+    missed: how many regions are left although their kernel was faster by GAIN.
+    time: the time of all regions with these decisions, divided by the time with the best decisions.
     """
 
     error: float

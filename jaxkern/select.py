@@ -47,8 +47,8 @@ def top_k(x: ArrayLike, k: int, axis: int = -1) -> Pair:
 
     Derivatives: forward and reverse mode, of any order, by `x`. Tangents are gathered at the indices.
 
-    Cost: for n elements of e bytes in r rows, n e bytes are read once and r k (e + 4) are written. Of few long rows the parts
-    write candidates first, 8 bytes for each of the k of a part.
+    Cost: for n elements of e bytes in r rows, n e bytes are read once and r k (e + 4) are written. If there are
+    few long rows, each part of a row first writes k candidates of 8 bytes.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> values, indices = jaxkern.top_k(jnp.array([3.0, 1.0, 4.0, 1.0, 5.0]), 2)

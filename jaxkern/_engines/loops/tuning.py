@@ -5,13 +5,11 @@ VECTOR_THREADS = 256  # per multiprocessor, at least, where threads take several
 VECTOR_REGISTERS = 80  # of such a thread, at most, for its lanes: more would leave too few threads to hide latency
 THREADS = 128  # per block
 FEW_THREADS = 64  # per block, where blocks of THREADS would leave multiprocessors idle
-IN_FLIGHT = (
-    48 * 1024
-)  # bytes that a multiprocessor loads ahead, to keep memory busy: 65536 lanes of float32 at 0.90 of a copy
+# Bytes that a multiprocessor loads ahead, to keep memory busy: 65536 lanes of float32 at 0.90 of a copy.
+IN_FLIGHT = 48 * 1024
 IN_FLIGHT_OF_FEW = 72 * 1024  # the same with fewer threads than VECTOR_THREADS: 16384 lanes 0.81 -> 0.83 of a copy
-AHEAD_WORDS = (
-    128  # registers of a thread that hold what is loaded ahead; with 176 gradients of a gated unit were slower
-)
+# Registers of a thread that hold what is loaded ahead; with 176 gradients of a gated unit were slower.
+AHEAD_WORDS = 128
 OWN_REGISTERS = 48  # per thread, beside those for its values: addresses, counters, temporaries
 MOST_AHEAD, LEAST_AHEAD = 112, 4  # steps that are loaded ahead; 128 spilled
 BODY = 4000  # statements of an unrolled loop, which compile within seconds
@@ -36,9 +34,8 @@ STAGED_COLUMNS = 3  # blocks per multiprocessor that keep a tile of columns in s
 STAGED_STEPS = 56  # of a thread in such a tile, at most
 WARP_STEPS = 1024  # that a warp walks through, at most
 ROW_BLOCKS = 24  # rows for each multiprocessor, from which a block walks through a row
-LANE_VECTORS = (
-    1024  # of 16 bytes that all lanes load in a step, for each multiprocessor, from which a thread runs all steps
-)
+# Loads of 16 bytes by all lanes in a step, for each multiprocessor, from which a thread runs all steps.
+LANE_VECTORS = 1024
 COLUMN_BLOCKS = 24  # the same for blocks that walk through all steps of their lanes
 COLUMN_BYTES = 4  # of a thread's load, where the threads of a block share the steps of adjacent lanes
 COLUMN_STEPS = 16  # per thread in a tile
@@ -68,15 +65,13 @@ MANY_NUMBERS = 4  # words of a map, from which there is a block less: advantages
 
 MOST_ARRAYS = 63  # of a call, beside scratch: kMostBuffers of ffi/runtime/handler.cc
 WARP_ROW = 256  # elements of a row that a warp takes, at most
-ROW_THREADS = (
-    0  # per multiprocessor, up to which several threads share what is reduced for an element; others were not timed
-)
+# Threads per multiprocessor, up to which several share what is reduced for an element; other values were not timed.
+ROW_THREADS = 0
 TEAM_LANES = 16384  # up to which teams run states that a thread could hold; more were not timed
 ISSUED = 128  # threads of a multiprocessor that run an instruction in a cycle
 ROW_STEP = 16384  # instructions of a thread that take as long as the launches of a step's kernels in XLA
-ROW_WASTE = (
-    4  # instructions for each that XLA would run, at most: threads of a team repeat what is the same along a row
-)
+# Our instructions for each of XLA's, at most: threads of a team repeat what is the same along a row.
+ROW_WASTE = 4
 # Bytes of matrices that do not fit shared memory, and so are read from L2 in every step: by one lane, whose multiprocessor reads
 # 64 bytes in a cycle, and by all lanes. No such loop was timed; 256 KB take a fourth of ROW_STEP.
 UNSTAGED_OF_LANE, UNSTAGED = 256 << 10, 16 << 20
