@@ -255,7 +255,7 @@ def test_queries_without_keys():
         assert not a[1].any() and a[::2].any() and np.isfinite(a).all()
 
 
-def test_dropout_of_nnx():
+def test_dropout_of_nnx(highest_precision):
     """With the identity as value, the results are the weights."""
     given = array(2, 16, 3, 4), array(2, 16, 3, 4, seed=2), np.broadcast_to(np.eye(16)[:, None], (2, 16, 3, 16))
     options = {"bias": array(1, 3, 1, 16), "mask": np.tri(16) > 0, "dropout_rng": jax.random.key(3)}

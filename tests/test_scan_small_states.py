@@ -289,7 +289,7 @@ ON_THE_CPU = [
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
 @plans.needs_runtime
 @pytest.mark.parametrize("make, n, dtype, again", ON_THE_CPU)
-def test_kernels_on_the_cpu(make, n, dtype, again):
+def test_kernels_on_the_cpu(make, n, dtype, again, highest_precision):
     """Every element is written, nothing is read or written out of bounds, and results are right."""
     forward = make in (viterbi, moved, constant, ragged)
     with compat.enable_x64(dtype == "float64"):
