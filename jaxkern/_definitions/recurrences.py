@@ -63,7 +63,8 @@ def exponential_moving_average(
 
         return steps.scan(step, first, reverse)
     ones = jnp.ones([n if a == steps.axis else 1 for a, n in enumerate(steps.shape)], steps.wide)
-    weight = linear_recurrence(steps.operands[1], ones, axis=steps.axis, reverse=reverse)  # of all elements so far
+    decays = steps.operands[1].astype(steps.wide)
+    weight = linear_recurrence(decays, ones, axis=steps.axis, reverse=reverse)  # of all elements so far
     steps.operands.append(weight)
 
     def mean(total, x, decay, weight):
@@ -206,7 +207,7 @@ def _axis(name, axis, shape) -> int:
 
 
 class _Steps:
-    """Operands of a recurrence, of one rank, real ones in the type in which they are computed.
+    """Operands of a recurrence, of one rank. Bodies get real ones in the type in which they are computed.
 
     shape: the common shape; axis: the axis of the steps in it, not negative. dtype: the type of the result;
     stored: the type that bodies return; wide: the type of the carries.
@@ -221,7 +222,8 @@ class _Steps:
         self.dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(dtype, 1.0)
         self.stored = held(self.dtype)
         self.wide = computing(self.stored)
-        operands = {argument: jnp.asarray(x, self.wide) for argument, x in given.items()}
+        number = lambda x: jnp.asarray(x, held(x.dtype) if hasattr(x, "dtype") else self.wide)
+        operands = {argument: number(x) for argument, x in given.items()}
         for argument, mask in masks.items():
             mask = False if mask is None else mask
             validate.check_array(name, argument, "a boolean array", mask)
@@ -260,12 +262,14 @@ class _Steps:
     def _scan(self, body, reverse, operands, init):
         steps = self.shape[self.axis]
         operands = [jnp.moveaxis(x, self.axis, 0) for x in operands]
-        constants = {k: x[0] for k, x in enumerate(operands) if x.shape[0] == 1 != steps}
+        widened = lambda x: x if x.dtype == jnp.bool_ else x.astype(self.wide)
+        constants = {k: widened(x[0]) for k, x in enumerate(operands) if x.shape[0] == 1 != steps}
         xs = [x for k, x in enumerate(operands) if k not in constants]
 
         def step(carry, xs):
             xs = iter(xs)
-            new, y = body(carry, *(constants[k] if k in constants else next(xs) for k in range(len(operands))))
+            each = (constants[k] if k in constants else widened(next(xs)) for k in range(len(operands)))
+            new, y = body(carry, *each)
             return jax.tree.map(lambda new, old: validate.split_like(new, jax.typeof(old)), new, carry), y
 
         ys = scan(step, init, xs, length=steps, reverse=reverse)[1]
