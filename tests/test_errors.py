@@ -341,3 +341,9 @@ def test_named_operands_of_a_kernel_function(maker):
     f = getattr(jaxkern, maker)(lambda x, y: x + y)
     with pytest.raises(TypeError, match=rf"jaxkern\.{maker}: operands are given by position, got y by name"):
         f(X, y=X)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "glu"])
+def test_gates_by_position(name):
+    with pytest.raises(TypeError, match=rf"jaxkern\.{name}: axis must be an int; .* by name, {name}\(x, gate=\.\.\.\)"):
+        getattr(jaxkern, name)(X, X)
