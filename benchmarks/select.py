@@ -164,9 +164,8 @@ def programs(cell: Cell, algorithms: bool) -> list[Program]:
     ours, theirs, specs = calls[cell.op]
     found = [Program(_goals.OURS, ours, specs)]
     if algorithms and cell.op in ("top_k", "bincount"):
-        problem = (case.size // case.width, case.width, size) if cell.op == "top_k" else (size, case.size)
         for name in jaxkern.algorithms.names(cell.op):
-            if jaxkern.algorithms.fits(cell.op, name, *problem, dtype=cell.dtype):
+            if jaxkern.algorithms.fits(cell.op, name, **_problem(cell)):
                 found.append(Program(name, _forced(cell.op, name, ours), specs))
     return [*found, Program("xla", theirs, specs)]
 
@@ -180,11 +179,17 @@ def _forced(op: str, algorithm: str, call: Any) -> Any:
 
 
 def chosen_algorithm(cell: Cell) -> str | None:
-    case = cell.case
     if jax.default_backend() != "gpu" or cell.op not in ("top_k", "bincount"):
         return None
-    problem = (case.size // case.width, case.width, case.number) if cell.op == "top_k" else (case.number, case.size)
-    return jaxkern.algorithms.choose(cell.op, *problem, dtype=cell.dtype)
+    return jaxkern.algorithms.choose(cell.op, **_problem(cell))
+
+
+def _problem(cell: Cell) -> dict[str, Any]:
+    """What the plan of top_k or bincount is made for."""
+    case = cell.case
+    if cell.op == "bincount":
+        return dict(bins=case.number, elements=case.size, dtype="int32")
+    return dict(rows=case.size // case.width, columns=case.width, k=case.number, dtype=cell.dtype)
 
 
 class Inputs:

@@ -96,6 +96,7 @@ __device__ __forceinline__ uint64_t Keep(TopKShared& s, uint32_t k) {
       uint32_t i = 0;
       while (above + s.bins[last - i] < wanted) above += s.bins[last - i++];
       s.digit = last - i, s.above = above, s.within = s.bins[last - i];
+      s.count = 0;  // here, as all threads have read it, and none reads it before the next barrier
     }
     __syncthreads();
     bound |= static_cast<uint64_t>(s.digit) << next;
@@ -104,7 +105,6 @@ __device__ __forceinline__ uint64_t Keep(TopKShared& s, uint32_t k) {
   } while (s.within != wanted && shift);  // all threads write s.within again only after the next barrier
 
   // In place: what is kept of the elements that were read so far fits where these were.
-  if (t == 0) s.count = 0;
   constexpr int kAtOnce = 4;
 #pragma unroll 1
   for (uint32_t first = 0; first < held; first += kAtOnce * kTopKThreads) {
