@@ -219,7 +219,9 @@ def geglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None, approx
 
 def _gated(public, name, x, axis, gate):
     if np.ndim(axis):
-        raise TypeError(f"jaxkern.{public}: axis must be an int; an array of gates is passed by name, {public}(x, gate=...)")
+        raise TypeError(
+            f"jaxkern.{public}: axis must be an int; an array of gates is passed by name, {public}(x, gate=...)"
+        )
     axis = validate.integer(public, "axis", axis)
     if gate is not None:
         return _call(ROWS[name], (x, gate))
