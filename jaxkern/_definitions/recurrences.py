@@ -65,11 +65,12 @@ def exponential_moving_average(
     ones = jnp.ones([n if a == steps.axis else 1 for a, n in enumerate(steps.shape)], steps.wide)
     decays = steps.operands[1].astype(steps.wide)
     weight = linear_recurrence(decays, ones, axis=steps.axis, reverse=reverse)  # of all elements so far
-    steps.operands.append(weight)
+    narrow = steps.stored.itemsize < 4  # a division would take longer than the bytes, and one rounding hides another
+    steps.operands.append(1 / weight if narrow else weight)
 
     def mean(total, x, decay, weight):
         total = decay * total + x
-        return total, (total / weight).astype(steps.stored)
+        return total, (total * weight if narrow else total / weight).astype(steps.stored)
 
     return steps.scan(mean, first, reverse)
 
