@@ -196,6 +196,7 @@ def _fields(layer, *without) -> dict:
 
 ONE_KIND = "JAX accepts None alone; the sort is stable"
 SORTED = jnp.array([[3.0, -1.0, jnp.nan, 3.0, 0.0], [2.0, 2.0, -jnp.inf, 7.0, 1.0]])
+UNIQUE = ("return_index", "return_inverse", "return_counts")
 SAMPLES = jnp.array([0.5, 2.0, 2.5, 9.0, -1.0])
 
 
@@ -261,6 +262,23 @@ SELECTION = (
         ],
         same={"a": "array", "v": "x"},
         without={"sorter": "`array[sorter]`", "method": "all methods have one result"},
+    ),
+    Counterpart(
+        "unique",
+        "jnp.unique",
+        jnp.unique,
+        lambda: [
+            ((SORTED,), {"size": 5}),
+            ((SORTED,), {"size": 12, "fill_value": -1, **dict.fromkeys(UNIQUE, True)}),
+        ],
+        same={"ar": "x"},
+        without={
+            "axis": "`jnp.unique`",
+            "equal_nan": "NaN is one element",
+            "sorted": "elements ascend",
+        },
+        defaults={"size": "is needed, as under `jax.jit`"},
+        order=False,
     ),
     Counterpart(
         "bincount",

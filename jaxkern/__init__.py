@@ -50,7 +50,7 @@ from jaxkern.segment import (
 )
 from jaxkern.select import Routing, min_p, moe_route, sample, top_k, top_p
 from jaxkern.softmax import log_softmax, softmax
-from jaxkern.sorting import argsort, searchsorted, sort, sort_pairs
+from jaxkern.sorting import argsort, searchsorted, sort, sort_pairs, unique
 from jaxkern.source import source
 from jaxkern.sparse import embedding_bag, graph_attention, moe_combine, moe_dispatch, spmm, spmm_graph
 from jaxkern.while_loop import while_loop
@@ -140,6 +140,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "top_k",
     "top_p",
     "uninstall",
+    "unique",
     "while_loop",
     *elementwise.__all__,
 ]

@@ -102,6 +102,7 @@ CALLS = {
     "top_k": {"x": X, "k": 2},
     "top_p": {"logits": X, "p": 0.5},
     "uninstall": {},
+    "unique": {"x": X, "size": 2},
 }
 
 
@@ -183,12 +184,13 @@ ARGUMENTS = {
     "index": "index ids segment_ids labels indices offsets",
     "key": "dropout_key key",
     "int": "ignore_index margin unroll checkpoint_every",
-    "size": "bucket_size memory groups num_groups block k top_k",
+    "size": "size bucket_size memory groups num_groups block k top_k",
     "count": "repeats num_segments num_bags num_slots num_nodes num_senders num_receivers length capacity",
     "axis": "channel_axis",
     "axes": "axis batch_axes reduce_features",
     "bool": "keepdims indices_are_sorted unique_indices deterministic tune wrap causal transposed transpose_weight approximate "
-    "reverse force export most_recent return_sign promote_integers exclusive renormalize descending density",
+    "reverse force export most_recent return_sign promote_integers exclusive renormalize descending density "
+    "return_index return_inverse return_counts",
     "number": "z_loss",
     "positive": "eps epsilon soft_cap label_smoothing dropout_rate",
     "dtype": "dtype logits_dtype",
@@ -224,7 +226,7 @@ OF |= {
     "histogram.bins": "int",
     "histogram.range": "pair",
     "searchsorted.array": "real",
-    **dict.fromkeys(("sort.x", "argsort.x", "sort_pairs.keys", "sort_pairs.values"), "array"),
+    **dict.fromkeys(("sort.x", "argsort.x", "unique.x", "sort_pairs.keys", "sort_pairs.values"), "array"),
     **{f"{name}.axis": "axis" for name in ("sort", "argsort", "sort_pairs")},
     "top_k.k": "count",
     **{f"{name}.axis": "axis" for name in ("top_k", "top_p", "min_p", "sample")},

@@ -126,6 +126,7 @@ def test_public_names():
         "top_k",
         "top_p",
         "uninstall",
+        "unique",
         "while_loop",
         *elementwise.NAMES,
     }

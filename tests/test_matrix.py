@@ -349,6 +349,10 @@ CASES = {
         lambda x: jaxkern.sort_pairs(jnp.cos(x), x)[1],
         lambda x: jnp.take_along_axis(x, jnp.argsort(jnp.cos(x)), -1),
     ),
+    "unique": (
+        lambda x: x * jaxkern.unique(jnp.stack([x, x]), SHAPE[2]),
+        lambda x: x * jnp.sort(x.reshape(-1))[: SHAPE[2]],
+    ),
     "median": (functools.partial(spread_median, jaxkern.median), functools.partial(spread_median, jnp.median)),
     "quantile": (lambda x: x * jaxkern.quantile(x, 0.3, 1)[:, None], lambda x: x * jnp.quantile(x, 0.3, 1)[:, None]),
     "bincount": (lambda x: bins_of(jaxkern.bincount, x), lambda x: bins_of(plain_bincount, x)),

@@ -211,6 +211,15 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   emulated::Wait();
   return found;
 }
+inline unsigned __reduce_add_sync(unsigned, unsigned x) {
+  const unsigned first = emulated::current / 32 * 32;
+  emulated::exchanged[emulated::current] = x;
+  emulated::Wait();
+  unsigned found = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) found += static_cast<unsigned>(emulated::exchanged[first + lane]);
+  emulated::Wait();
+  return found;
+}
 inline int __syncthreads_or(int x) {
   static int found;
   __syncthreads();
@@ -234,6 +243,11 @@ inline unsigned __match_any_sync(unsigned, unsigned x) {
 template <class T> T atomicAdd(T* at, T x) {
   const T old = *at;
   *at = old + x;
+  return old;
+}
+template <class T> T atomicOr(T* at, T x) {
+  const T old = *at;
+  *at = old | x;
   return old;
 }
 template <class T> T atomicCAS(T* at, T wanted, T x) {

@@ -20,6 +20,10 @@
 
 namespace jaxkern {
 
+#ifndef JAXKERN_EMULATED
+#define JAXKERN_DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
+#endif
+
 constexpr int kRadixBitsMax = 9;
 constexpr int kDigits = 1 << kRadixBitsMax;
 constexpr int kOwners = kDigits / 2;  // threads of a block that own two digits each
@@ -149,11 +153,21 @@ template <int kThreads, int kItems, bool kFirst> __global__ void __launch_bounds
   for (int i = threadIdx.x; i <= digits.mask; i += kThreads) out[i] = count[i];
 }
 
-// Replaces each digit's counts by the sums over the preceding tiles. A block takes kScanDigits digits. Each thread
-// takes a segment of the tiles; it holds the first few counts in registers and reads the others again.
+struct RadixScanArgs {
+  uint32_t* counts;  // [gridDim.y, tiles + 1, digits]
+  uint32_t tiles;
+  int digits;
+};
+
+// Replaces each digit's counts by the sums over the preceding tiles, and writes totals behind the last tile. A block takes
+// kScanDigits digits. Each thread takes a segment of the tiles; it holds the first few counts in registers and reads the others
+// again.
 template <int kThreads>  // always kScanThreads: as a template it is compiled only where it is launched
-__global__ void __launch_bounds__(kThreads) RadixScan(uint32_t* counts, uint32_t tiles, int digits) {
+__global__ void __launch_bounds__(kThreads) RadixScan(const __grid_constant__ RadixScanArgs a) {
   constexpr uint32_t kHeld = 4, kAhead = 16;
+  const uint32_t tiles = a.tiles;
+  const int digits = a.digits;
+  uint32_t* const counts = a.counts + static_cast<int64_t>(blockIdx.y) * (tiles + 1) * digits;
   __shared__ uint32_t sum[kScanSegments][kScanDigits];
   const int digit = threadIdx.x % kScanDigits, segment = threadIdx.x / kScanDigits;
   const uint32_t each = (tiles + kScanSegments - 1) / kScanSegments;
@@ -265,7 +279,7 @@ template <int kThreads, int kItems, Pass kPass> __global__ void __launch_bounds_
   constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems;
   constexpr int kStep = kItemsAtOnce<kItems>, kWritten = kItems == 16 ? 8 : kItems;
   static_assert(kItems % kStep == 0 && kItems % kWritten == 0 && kThreads >= kOwners && kPairs < 1 << 16);
-  extern __shared__ __align__(16) char shared_bytes[];
+  JAXKERN_DYNAMIC_SHARED(shared_bytes);
   using Shared = ScatterShared<kThreads, kItems>;
   auto& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

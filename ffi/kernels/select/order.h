@@ -7,28 +7,31 @@ namespace jaxkern {
 
 enum class Order { kUnsigned, kSigned, kFloat };
 
+// The unsigned number that stands for an element of this size.
+template <class Bits> using Key = std::conditional_t<sizeof(Bits) == 8, uint64_t, uint32_t>;
+
 // The unsigned number of an element with these bits, and back. Floats are in the total order of IEEE 754: -0 is less than 0,
 // NaN is greater than infinity, or less than -infinity if its sign is set.
-template <class Bits, Order kOrder> __device__ __forceinline__ uint32_t ToKey(Bits bits) {
-  constexpr uint32_t kSign = 1u << (8 * sizeof(Bits) - 1), kAll = kSign | (kSign - 1);
-  const uint32_t b = bits;
+template <class Bits, Order kOrder> __device__ __forceinline__ Key<Bits> ToKey(Bits bits) {
+  constexpr Key<Bits> kSign = Key<Bits>{1} << (8 * sizeof(Bits) - 1), kAll = kSign | (kSign - 1);
+  const Key<Bits> b = bits;
   if constexpr (kOrder == Order::kUnsigned) return b;
   else if constexpr (kOrder == Order::kSigned) return b ^ kSign;
   else return b & kSign ? b ^ kAll : b | kSign;
 }
-template <class Bits, Order kOrder> __device__ __forceinline__ Bits FromKey(uint32_t key) {
-  constexpr uint32_t kSign = 1u << (8 * sizeof(Bits) - 1), kAll = kSign | (kSign - 1);
+template <class Bits, Order kOrder> __device__ __forceinline__ Bits FromKey(Key<Bits> key) {
+  constexpr Key<Bits> kSign = Key<Bits>{1} << (8 * sizeof(Bits) - 1), kAll = kSign | (kSign - 1);
   if constexpr (kOrder == Order::kUnsigned) return static_cast<Bits>(key);
   else if constexpr (kOrder == Order::kSigned) return static_cast<Bits>(key ^ kSign);
   else return static_cast<Bits>(key & kSign ? key ^ kSign : key ^ kAll);
 }
 
 // As ToKey, in the order of a sort: -0 equals 0, and NaN, whose magnitude is greater than `largest`, is the greatest number.
-template <class Bits, Order kOrder> __device__ __forceinline__ uint32_t SortKey(Bits bits, uint32_t largest) {
+template <class Bits, Order kOrder> __device__ __forceinline__ Key<Bits> SortKey(Bits bits, Key<Bits> largest) {
   if constexpr (kOrder == Order::kFloat) {
-    const uint32_t magnitude = bits & ((1u << (8 * sizeof(Bits) - 1)) - 1);
+    const Key<Bits> magnitude = bits & ((Key<Bits>{1} << (8 * sizeof(Bits) - 1)) - 1);
     if (magnitude == 0) return ToKey<Bits, kOrder>(0);
-    if (magnitude > largest) return ~0u;
+    if (magnitude > largest) return ~Key<Bits>{0};
   }
   return ToKey<Bits, kOrder>(bits);
 }

@@ -1,0 +1,290 @@
+// Rows of any length in sorted order, by a stable least-significant-digit radix sort with digits of 8 bits.
+//
+//     SortBlock       one block per row that fits in its shared memory; all digits in one launch
+//     SortCount       longer rows, of which each block takes a tile: counts the keys of each digit of the tile
+//     RadixScan       (indexing/sort.cuh) exclusive sums of these counts over the tiles of each row; omitted if tiles are few
+//     SortScatter     ranks the keys of a tile, sorts them in shared memory, and writes those of each digit side by side
+//
+// Keys are moved as they are, and each pass computes the digit of the number that stands for a key in the order of a sort
+// (order.h). So -0 equals 0 and keeps its sign, and NaN keeps its bits. Columns follow their keys if they are wanted.
+//
+// Memory traffic for keys of e bytes: SortBlock reads and writes rows once. Otherwise there are e passes, each of which reads keys
+// twice and writes them once, and reads and writes columns once; the first pass reads no columns.
+#pragma once
+
+#include "indexing/sort.cuh"
+#include "order.h"
+
+namespace jaxkern {
+
+constexpr int kSortDigits = 256, kSortOwners = kSortDigits / 2;  // threads of a block that own two digits each
+
+struct SortArgs {
+  const void* keys_in;         // [rows, width]
+  const uint32_t* columns_in;  // [rows, width], or null for the columns of keys_in themselves
+  void* keys_out;              // [rows, width], or null
+  uint32_t* columns_out;       // [rows, width]
+  uint32_t* counts;            // [rows, tiles + 1, 256]; after a scan the last of each row are totals
+  uint64_t largest;            // of SortKey
+  uint64_t flipped;            // all bits set to sort in descending order, otherwise 0
+  uint32_t width, tiles;       // tiles of a row
+  uint32_t shift;              // of the digit of this pass
+  bool scanned;
+};
+
+template <class Bits, Order kOrder> struct SortDigit {
+  Key<Bits> largest, flipped;
+  uint32_t shift;
+  __device__ __forceinline__ explicit SortDigit(const SortArgs& a)
+      : largest(static_cast<Key<Bits>>(a.largest)), flipped(static_cast<Key<Bits>>(a.flipped)), shift(a.shift) {}
+  __device__ __forceinline__ uint32_t Of(Bits key) const {
+    return static_cast<uint32_t>((SortKey<Bits, kOrder>(key, largest) ^ flipped) >> shift) & (kSortDigits - 1);
+  }
+};
+
+// Shared memory of a tile.
+template <class Bits, int kThreads, int kItems> struct SortShared {
+  static constexpr int kWarps = kThreads / kWarp, kTile = kThreads * kItems;
+  union {
+    uint32_t peers[kWarps][kSortDigits];  // while an item is ranked: mask of the warp's lanes that have the digit
+    Bits keys[kTile];                     // after ranking, in order
+    uint32_t columns[kTile];
+  };
+  union {  // rank of the warp's next key with the digit; two digits per word
+    uint16_t rank[kWarps][kSortDigits];
+    uint32_t ranks[kWarps][kSortOwners];
+  };
+  uint32_t offset[kSortDigits];  // from a place in the tile to its place in the output
+  uint2 sums[kWarps];
+};
+
+// Places of a thread's items in a tile, two in a word.
+template <int kItems> struct SortPlaces {
+  uint32_t word[(kItems + 1) / 2];
+  __device__ __forceinline__ uint32_t operator[](int i) const {
+    return i % 2 ? word[i / 2] >> 16 : word[i / 2] & 0xffff;
+  }
+  __device__ __forceinline__ void Set(int i, uint32_t x) {  // in ascending order of i
+    word[i / 2] = i % 2 ? word[i / 2] | x << 16 : x;
+  }
+  // Hides the words from the compiler, which would keep all places in registers of their own until their next use.
+  __device__ __forceinline__ void Forget() {
+#pragma unroll
+    for (int w = 0; w < (kItems + 1) / 2; ++w) asm volatile("" : "+r"(word[w]));
+  }
+};
+
+// Ranks the keys of a tile by their digits: place[i] is where the thread's item i belongs in the tile. Item i of lane l is number
+// 32 * i + l of the warp's part. total, earlier: the keys of each of the thread's two digits in the row, and in preceding
+// tiles, from which s.offset follows. All threads call it, behind a barrier if s was in use; afterwards s.keys may be written.
+template <int kItems, class Shared, class Digit> __device__ __forceinline__ void RankTile(Shared& s, uint2 total,
+                                                                                          uint2 earlier, Digit digit,
+                                                                                          SortPlaces<kItems>& place) {
+  constexpr int kWarps = Shared::kWarps;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  // A warp's tables are private until it has ranked all its items.
+  for (int i = lane; i < kSortDigits; i += kWarp) s.peers[warp][i] = 0;
+  for (int i = lane; i < kSortOwners; i += kWarp) s.ranks[warp][i] = 0;
+  __syncwarp();
+  const uint32_t below = (1u << lane) - 1, above = ~below << 1;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t own = digit(i);
+    uint32_t* const peers_of = &s.peers[warp][own];
+    uint16_t* const rank_of = &s.rank[warp][own];
+    atomicOr(peers_of, 1u << lane);
+    __syncwarp();
+    const uint32_t peers = *peers_of;
+    const uint32_t rank = *rank_of + __popc(peers & below);
+    place.Set(i, rank);
+    __syncwarp();
+    if ((peers & above) == 0) {
+      *rank_of = rank + 1;
+      *peers_of = 0;
+    }
+    __syncwarp();
+  }
+  __syncthreads();
+  // From ranks within the warp to places in the tile, and from these to places in the output, which are behind the keys of
+  // smaller digits and those of preceding tiles.
+  const bool owner = threadIdx.x < kSortOwners;
+  uint32_t in_tile = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) in_tile += owner ? s.ranks[w][threadIdx.x] : 0;
+  const uint32_t in_first = in_tile & 0xffff;
+  const uint2 before = SumsOfThreadsBefore({total.x + total.y, in_first + (in_tile >> 16)}, s.sums);
+  if (owner) {
+    uint32_t start = before.y | (before.y + in_first) << 16;
+    s.offset[2 * threadIdx.x] = before.x + earlier.x - before.y;
+    s.offset[2 * threadIdx.x + 1] = before.x + total.x + earlier.y - (before.y + in_first);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const uint32_t held = s.ranks[w][threadIdx.x];
+      s.ranks[w][threadIdx.x] = start;
+      start += held;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t start = s.rank[warp][digit(i)];
+    place.word[i / 2] += i % 2 ? start << 16 : start;
+  }
+}
+
+// width <= kThreads * kItems < 2^16, kThreads >= 128. kColumns: columns are wanted.
+template <class Bits, Order kOrder, int kThreads, int kItems, bool kColumns> __global__ void __launch_bounds__(kThreads)
+    SortBlock(const __grid_constant__ SortArgs a) {
+  static_assert(kThreads >= kSortOwners && kThreads * kItems < 1 << 16);
+  __shared__ SortShared<Bits, kThreads, kItems> s;
+  const uint32_t first = FirstOfLane<kThreads, kItems>(0);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * a.width;
+  const Bits* keys_in = static_cast<const Bits*>(a.keys_in) + row;
+  SortDigit<Bits, kOrder> digits(a);
+  Bits key[kItems];
+  SortPlaces<kItems> place;
+  uint32_t column[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    column[i] = first + i * kWarp;
+    key[i] = column[i] < a.width ? keys_in[column[i]] : 0;
+  }
+#pragma unroll 1
+  for (digits.shift = 0; digits.shift < 8 * sizeof(Bits); digits.shift += 8) {
+    // Places beyond the row have the last digit in each pass, and so stay where they are.
+    const auto digit = [&](int i) { return first + i * kWarp < a.width ? digits.Of(key[i]) : kSortDigits - 1; };
+    RankTile(s, {0, 0}, {0, 0}, digit, place);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) s.keys[place[i]] = key[i];
+    place.Forget();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) key[i] = s.keys[first + i * kWarp];
+    __syncthreads();
+    if constexpr (kColumns) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) s.columns[place[i]] = column[i];
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) column[i] = s.columns[first + i * kWarp];
+      __syncthreads();
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t at = first + i * kWarp;
+    if (at < a.width) {
+      if (a.keys_out) static_cast<Bits*>(a.keys_out)[row + at] = key[i];
+      if (kColumns) a.columns_out[row + at] = column[i];
+    }
+  }
+}
+
+template <class Bits, Order kOrder, int kThreads, int kItems> __global__ void __launch_bounds__(kThreads)
+    SortCount(const __grid_constant__ SortArgs a) {
+  __shared__ uint32_t count[kSortDigits];
+  const uint32_t row = blockIdx.x / a.tiles, tile = blockIdx.x - row * a.tiles;
+  const uint32_t first = FirstOfLane<kThreads, kItems>(tile);
+  const Bits* const keys = static_cast<const Bits*>(a.keys_in) + static_cast<int64_t>(row) * a.width;
+  const int left = static_cast<int>(a.width - first);  // keys from the lane's first on; may be negative
+  Bits key[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) key[i] = i * kWarp < left ? keys[first + i * kWarp] : 0;
+  for (int i = threadIdx.x; i < kSortDigits; i += kThreads) count[i] = 0;
+  __syncthreads();
+  const SortDigit<Bits, kOrder> digits(a);
+  const uint32_t of_first = __shfl_sync(~0u, digits.Of(key[0]), 0);
+  bool equal = true;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) equal = equal && digits.Of(key[i]) == of_first;
+  // A warp with a single digit adds once: additions to one counter wait for each other.
+  if (__ballot_sync(~0u, equal && (kItems - 1) * kWarp < left) == ~0u) {
+    if (threadIdx.x % kWarp == 0) atomicAdd(&count[of_first], static_cast<uint32_t>(kWarp * kItems));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (i * kWarp < left) atomicAdd(&count[digits.Of(key[i])], 1u);
+    }
+  }
+  __syncthreads();
+  uint32_t* const out = a.counts + (static_cast<int64_t>(row) * (a.tiles + 1) + tile) * kSortDigits;
+  for (int i = threadIdx.x; i < kSortDigits; i += kThreads) out[i] = count[i];
+}
+
+template <class Bits, Order kOrder, int kThreads, int kItems, bool kColumns>
+__global__ void __launch_bounds__(kThreads, 2) SortScatter(const __grid_constant__ SortArgs a) {
+  static_assert(kThreads >= kSortOwners && kThreads * kItems < 1 << 16);
+  __shared__ SortShared<Bits, kThreads, kItems> s;
+  const uint32_t row = blockIdx.x / a.tiles, tile = blockIdx.x - row * a.tiles;
+  const uint32_t first = FirstOfLane<kThreads, kItems>(tile);
+  const int64_t begin = static_cast<int64_t>(row) * a.width;
+  const int left = static_cast<int>(a.width - first);
+  const Bits* const keys_in = static_cast<const Bits*>(a.keys_in) + begin;
+  const SortDigit<Bits, kOrder> digits(a);
+  Bits key[kItems];
+  SortPlaces<kItems> place;
+  uint32_t to[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) key[i] = i * kWarp < left ? keys_in[first + i * kWarp] : 0;
+  // Counts of the thread's two digits, over all tiles of the row and over the preceding ones.
+  uint2 total = {0, 0}, earlier = {0, 0};
+  if (threadIdx.x < kSortOwners) {
+    const uint2* const counts = reinterpret_cast<const uint2*>(a.counts) +
+                                static_cast<int64_t>(row) * (a.tiles + 1) * kSortOwners + threadIdx.x;
+    if (a.scanned) {
+      total = counts[static_cast<int64_t>(a.tiles) * kSortOwners];
+      earlier = counts[static_cast<int64_t>(tile) * kSortOwners];
+    } else {
+#pragma unroll 8
+      for (uint32_t t = 0; t < a.tiles; ++t) {
+        const uint2 count = counts[t * kSortOwners];
+        total.x += count.x, total.y += count.y;
+        if (t < tile) earlier.x += count.x, earlier.y += count.y;
+      }
+    }
+  }
+  // Places beyond the row, in the last tile, come behind all keys.
+  RankTile(s, total, earlier, [&](int i) { return i * kWarp < left ? digits.Of(key[i]) : kSortDigits - 1; }, place);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) s.keys[place[i]] = key[i];
+  place.Forget();
+  __syncthreads();
+  const uint32_t held = min(static_cast<uint32_t>(kThreads * kItems), a.width - tile * (kThreads * kItems));
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t at = threadIdx.x + i * kThreads;
+    key[i] = s.keys[at];
+    to[i] = s.offset[digits.Of(key[i])] + at;
+  }
+  if (a.keys_out) {
+    Bits* const keys_out = static_cast<Bits*>(a.keys_out) + begin;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (threadIdx.x + i * kThreads < held) keys_out[to[i]] = key[i];
+    }
+  }
+  if constexpr (kColumns) {
+    uint32_t column[kItems];
+    if (a.columns_in) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        column[i] = i * kWarp < left ? a.columns_in[begin + first + i * kWarp] : 0;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) column[i] = first + i * kWarp;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) s.columns[place[i]] = column[i];
+    __syncthreads();
+    uint32_t* const columns_out = a.columns_out + begin;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const uint32_t at = threadIdx.x + i * kThreads;
+      if (at < held) columns_out[to[i]] = s.columns[at];
+    }
+  }
+}
+
+}  // namespace jaxkern
