@@ -59,7 +59,7 @@ NB_MODULE(_runtime, m) {
       "(cubin, symbol, whether it came from the cache); needs no GPU");
   m.def(
       "prefetch", [](const std::string& text, int capability) { Prefetch(text, capability); }, nb::arg("text"),
-      nb::arg("capability"), "Begins to compile the kernels of a launch list, in other threads.");
+      nb::arg("capability"), "Begins to compile the kernels of a launch list for aligned buffers, in other threads.");
   m.def("stop_prefetching", [] {
     nb::gil_scoped_release release;
     StopPrefetching();
@@ -67,16 +67,17 @@ NB_MODULE(_runtime, m) {
   m.def(
       "launch",
       [](int64_t key, const std::string& text, int device, const std::vector<uint64_t>& addresses,
-         const std::vector<int64_t>& bytes) {
+         const std::vector<int64_t>& bytes, uint64_t stream) {
         std::string error;
         LoadedProgram* const program = AddProgram(key, text, &error);
         if (!program) return error;
         std::vector<void*> buffers;
         for (const uint64_t address : addresses) buffers.push_back(reinterpret_cast<void*>(address));
-        return Launch(*program, device, nullptr, buffers.data(), bytes.data(), static_cast<int>(bytes.size()));
+        return Launch(*program, device, reinterpret_cast<CUstream>(stream), buffers.data(), bytes.data(),
+                      static_cast<int>(bytes.size()));
       },
-      nb::arg("key"), nb::arg("text"), nb::arg("device"), nb::arg("addresses"), nb::arg("bytes"),
-      "Runs a launch list on buffers at these addresses, on the default stream; returns what went wrong.");
+      nb::arg("key"), nb::arg("text"), nb::arg("device"), nb::arg("addresses"), nb::arg("bytes"), nb::arg("stream") = 0,
+      "Runs a launch list on buffers at these addresses, on this CUstream; returns what went wrong.");
   m.def(
       "check",
       [](const std::string& text) {

@@ -35,6 +35,7 @@ Driver Load(const char* path) {
   resolve(d.cuOccupancyMaxActiveClusters, "cuOccupancyMaxActiveClusters");
   resolve(d.cuLaunchKernelEx, "cuLaunchKernelEx");
   resolve(d.cuMemsetD8Async, "cuMemsetD8Async");
+  resolve(d.cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
   if (d.error.empty()) {
     if (const CUresult r = d.cuInit(0); r != kCudaSuccess) d.error = d.Describe(r);
   }

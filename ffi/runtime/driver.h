@@ -43,6 +43,8 @@ struct CUlaunchAttribute {
 };
 constexpr int kClusterDimension = 4;
 
+enum CUstreamCaptureMode : int { kCaptureRelaxed = 2 };
+
 struct CUlaunchConfig {
   unsigned grid[3], block[3], shared_bytes;
   CUstream stream;
@@ -67,6 +69,7 @@ struct Driver {
   CUresult (*cuOccupancyMaxActiveClusters)(int*, CUfunction, const CUlaunchConfig*) = nullptr;
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig*, CUfunction, void**, void**) = nullptr;
   CUresult (*cuMemsetD8Async)(CUdeviceptr, unsigned char, size_t, CUstream) = nullptr;
+  CUresult (*cuThreadExchangeStreamCaptureMode)(CUstreamCaptureMode*) = nullptr;
 
   std::string error;  // why there is no driver; empty if there is one
 

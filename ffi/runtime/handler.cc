@@ -1,6 +1,7 @@
 // The XLA FFI handler of every CUDA operation, registered under each operation's name. Attributes: `program`, a launch
-// list as text, and `key`, a hash of it. Initialize, which never runs under graph capture, compiles and loads all that
-// Execute may launch; Execute finds the program by its key and launches.
+// list as text, and `key`, a hash of it. Initialize compiles and loads what Execute launches on aligned buffers, as XLA's
+// are; Execute finds the program by its key and launches. If a buffer is not aligned, the first Execute compiles and loads
+// the kernels for such buffers: they are rarely needed, and every first call would wait for them.
 #include "runtime/handler.h"
 
 #include "runtime/runtime.h"
@@ -42,7 +43,7 @@ ffi::Error ToError(const std::string& error) {
 ffi::Error Initialize(int32_t device, std::string_view text, int64_t key, ffi::RemainingArgs, ffi::RemainingRets) {
   std::string error;
   LoadedProgram* const program = AddProgram(key, text, &error);
-  if (program) program->Load(device, &error);
+  if (program) program->Load(device, 0, &error);
   return ToError(error);
 }
 

@@ -141,14 +141,24 @@ CompilePool& Pool() {
   return *pool;
 }
 
-// Starts to compile the kernels of a program, those for aligned buffers first.
-void CompileAhead(const Program& program, int capability) {
-  for (const Variant& variant : program.variants) {
-    for (const Step& step : variant.steps) {
-      if (step.memset_bytes < 0) Pool().Add(&KernelOf(step.kernel, capability));
-    }
+// Starts to compile the kernels of a variant.
+void CompileAhead(const Variant& variant, int capability) {
+  for (const Step& step : variant.steps) {
+    if (step.memset_bytes < 0) Pool().Add(&KernelOf(step.kernel, capability));
   }
 }
+
+// While it exists, this thread may load kernels though a stream is being captured in a CUDA graph.
+class LoadsUnderCapture {
+ public:
+  LoadsUnderCapture() { Driver::Get().cuThreadExchangeStreamCaptureMode(&mode_); }
+  ~LoadsUnderCapture() { Driver::Get().cuThreadExchangeStreamCaptureMode(&mode_); }
+  LoadsUnderCapture(const LoadsUnderCapture&) = delete;
+  LoadsUnderCapture& operator=(const LoadsUnderCapture&) = delete;
+
+ private:
+  CUstreamCaptureMode mode_ = kCaptureRelaxed;  // outside, the thread's own
+};
 
 CUlaunchConfig ConfigOf(const Step& step, CUlaunchAttribute* attribute) {
   CUlaunchConfig config = {};
@@ -214,7 +224,7 @@ std::string LoadStep(const Step& step, CUdevice device, int capability, LoadedSt
   return r == kCudaSuccess ? "" : step.kernel.name + ": " + driver.Describe(r);
 }
 
-std::string LoadVariants(const Program& program, int ordinal, std::vector<LoadedVariant>* variants) {
+std::string LoadVariant(const Program& program, const Variant& variant, int ordinal, LoadedVariant* loaded) {
   const Driver& driver = Driver::Get();
   if (!driver.error.empty()) return driver.error;
   CUdevice device = 0;
@@ -223,13 +233,12 @@ std::string LoadVariants(const Program& program, int ordinal, std::vector<Loaded
   if (r == kCudaSuccess) r = driver.cuDeviceGetAttribute(&major, kComputeCapabilityMajor, device);
   if (r == kCudaSuccess) r = driver.cuDeviceGetAttribute(&minor, kComputeCapabilityMinor, device);
   if (r != kCudaSuccess) return driver.Describe(r);
-  CompileAhead(program, 10 * major + minor);
-  for (const Variant& variant : program.variants) {
-    LoadedVariant& loaded = variants->emplace_back(variant.steps.size());
-    for (size_t i = 0; i < loaded.size(); ++i) {
-      const std::string error = LoadStep(variant.steps[i], device, 10 * major + minor, &loaded[i]);
-      if (!error.empty()) return program.operation + ": " + error;
-    }
+  CompileAhead(variant, 10 * major + minor);
+  const LoadsUnderCapture relaxed;
+  loaded->resize(variant.steps.size());
+  for (size_t i = 0; i < loaded->size(); ++i) {
+    const std::string error = LoadStep(variant.steps[i], device, 10 * major + minor, &(*loaded)[i]);
+    if (!error.empty()) return program.operation + ": " + error;
   }
   return "";
 }
@@ -267,18 +276,19 @@ std::string CompileKernel(const KernelName& kernel, int capability, Cubin* cubin
   return error;
 }
 
-const std::vector<LoadedVariant>* LoadedProgram::Load(int device, std::string* error) {
+const LoadedVariant* LoadedProgram::Load(int device, size_t v, std::string* error) {
   if (device < 0 || device >= kMaxDevices) {
     *error = "more than " + std::to_string(kMaxDevices) + " devices in a process";
     return nullptr;
   }
-  const std::vector<LoadedVariant>* loaded = loaded_[device].load(std::memory_order_acquire);
+  std::atomic<const LoadedVariant*>& place = loaded_[device][v];
+  const LoadedVariant* loaded = place.load(std::memory_order_acquire);
   if (loaded) return loaded;
-  auto fresh = std::make_unique<std::vector<LoadedVariant>>();
-  *error = LoadVariants(program, device, fresh.get());
+  auto fresh = std::make_unique<LoadedVariant>();
+  *error = LoadVariant(program, program.variants[v], device, fresh.get());
   if (!error->empty()) return nullptr;
   // Another thread may have been faster; both have the same kernels.
-  if (loaded_[device].compare_exchange_strong(loaded, fresh.get(), std::memory_order_acq_rel)) return fresh.release();
+  if (place.compare_exchange_strong(loaded, fresh.get(), std::memory_order_acq_rel)) return fresh.release();
   return loaded;
 }
 
@@ -318,7 +328,7 @@ LoadedProgram* AddProgram(int64_t key, std::string_view text, std::string* error
 
 void Prefetch(std::string_view text, int capability) {
   Program program;
-  if (ParseProgram(text, &program).empty()) CompileAhead(program, capability);
+  if (ParseProgram(text, &program).empty()) CompileAhead(program.variants[0], capability);
 }
 
 void StopPrefetching() { Pool().Stop(); }
@@ -330,16 +340,16 @@ std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* con
       !std::equal(bytes, bytes + count, program.buffer_bytes.begin())) {
     return program.operation + ": called with arrays of other sizes";
   }
-  std::string error;
-  const std::vector<LoadedVariant>* const variants = loaded.Load(device, &error);
-  if (!variants) return error;
   uintptr_t addresses = kMostAlignment;
   for (int i = 0; i < count; ++i) addresses |= reinterpret_cast<uintptr_t>(buffers[i]);
   size_t v = 0;  // the first whose alignment all addresses have; the last one's is 1
   while (addresses % program.variants[v].alignment != 0) ++v;
+  std::string error;
+  const LoadedVariant* const variant = loaded.Load(device, v, &error);
+  if (!variant) return error;
   const Driver& driver = Driver::Get();
   const auto address = [&](const BufferRef& ref) { return static_cast<char*>(buffers[ref.buffer]) + ref.offset; };
-  for (const LoadedStep& ready : (*variants)[v]) {
+  for (const LoadedStep& ready : *variant) {
     const Step& step = *ready.step;
     CUresult r;
     if (step.memset_bytes >= 0) {

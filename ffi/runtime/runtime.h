@@ -45,13 +45,13 @@ class LoadedProgram {
   explicit LoadedProgram(Program program) : program(std::move(program)) {}
   const Program program;
 
-  // The variants of `program`, all compiled and loaded for a device; null with an error. The first call for a device
-  // compiles, and must not run under graph capture. A failure is not kept: the next call tries again.
-  const std::vector<LoadedVariant>* Load(int device, std::string* error);
+  // Variant `v` of `program`, compiled and loaded for a device; null with an error. The first call for a device and a
+  // variant compiles. It may run while a stream is captured. A failure is not kept: the next call tries again.
+  const LoadedVariant* Load(int device, size_t v, std::string* error);
 
  private:
   static constexpr int kMaxDevices = 64;
-  std::atomic<const std::vector<LoadedVariant>*> loaded_[kMaxDevices] = {};
+  std::atomic<const LoadedVariant*> loaded_[kMaxDevices][kMostVariants] = {};
 };
 
 // The program with this key, or null. Lock-free.
@@ -60,8 +60,8 @@ LoadedProgram* FindProgram(int64_t key);
 // Finds the program or parses it from its text; null with an error.
 LoadedProgram* AddProgram(int64_t key, std::string_view text, std::string* error);
 
-// Starts to compile the kernels of a launch list in background threads, so that programs with many operations compile in
-// parallel. Load reports the errors.
+// Starts to compile the kernels of a launch list for aligned buffers in background threads, so that programs with many
+// operations compile in parallel. Load reports the errors.
 void Prefetch(std::string_view text, int capability);
 
 // Stops these threads; kernels that they have not started are compiled when needed. Called before the process exits. Does

@@ -148,7 +148,8 @@ class Plan:
     """The kernels that solve a problem, in order, and the bytes of scratch that they need.
 
     `launches` require buffers that are aligned to 16 bytes, as XLA's are. If one is not (a slice in the middle of another
-    array), the runtime runs `unaligned` instead, which serves any address. None: `launches` serve any address.
+    array), the runtime runs `unaligned` instead, which serves any address; their kernels are compiled when they are first needed.
+    None: `launches` serve any address.
     """
 
     algorithm: str
@@ -238,16 +239,6 @@ def _key(program: str) -> np.int64:
 # ---- lowering
 
 
-def slowest_first(program: str) -> list[str]:
-    """Launch lists whose kernels are to be compiled in this order: the launches for any buffers, then all.
-
-    A first call waits for all kernels of a launch list, and NVRTC runs a part of each compilation for one kernel at a time. So
-    the ones that take longest start first, and these are usually the ones that read and write element by element.
-    """
-    head, *lists = re.split(r"^(?=alignment )", program, flags=re.MULTILINE)
-    return [program] if len(lists) == 1 else [head + lists[-1], program]
-
-
 def lower(ctx, operation: str, plan: Plan, operands, **options):
     """Emits `plan` as a custom call of the target `operation`; returns the results.
 
@@ -255,8 +246,7 @@ def lower(ctx, operation: str, plan: Plan, operands, **options):
     """
     results = list(ctx.avals_out)
     program = text(operation, plan, ctx.avals_in, results)
-    for part in slowest_first(program):
-        registry.prefetch(part)
+    registry.prefetch(program)
     if runtime.dump_folder() and not registry.gpu_present():  # without a GPU, nothing else compiles them
         for kernel in kernels(program):
             registry.dump(*kernel)
@@ -306,9 +296,10 @@ def variants(program: str) -> list[list[Launch]]:
     return found
 
 
-def kernels(program: str) -> list[Kernel]:
-    """The kernel of each launch of a launch list."""
-    return [Kernel(step.header, step.name, step.source) for steps in variants(program) for step in steps]
+def kernels(program: str, unaligned: bool = True) -> list[Kernel]:
+    """The kernel of each launch of a launch list. unaligned: also of the launches for buffers that are not aligned."""
+    lists = variants(program) if unaligned else variants(program)[:1]
+    return [Kernel(step.header, step.name, step.source) for steps in lists for step in steps]
 
 
 def title(program: str) -> tuple[str, str]:

@@ -1,11 +1,13 @@
 // A stand-in for libcuda.so.1: runs the kernels of kernels/probe.cuh on host memory and writes each call to standard
 // output, so that the runtime can be tested without a GPU. One multiprocessor, compute capability 9.0. While the
-// environment variable FAKE_OUT_OF_MEMORY is set, nothing can be loaded.
+// environment variable FAKE_OUT_OF_MEMORY is set, nothing can be loaded. While FAKE_CAPTURE is set, a stream is being
+// captured, and only threads in relaxed mode can load.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <utility>
 
 namespace {
 
@@ -37,6 +39,8 @@ struct Kernel {
   std::string name;
 };
 
+thread_local int capture_mode = 0;
+
 }  // namespace
 
 extern "C" {
@@ -55,10 +59,12 @@ int cuCtxPopCurrent(void**) { return 0; }
 int cuLibraryLoadData(void** library, const void* image, void*, void**, unsigned, void*, void**, unsigned) {
   if (memcmp(image, "\177ELF", 4)) return 200;
   if (std::getenv("FAKE_OUT_OF_MEMORY")) return 2;
+  if (std::getenv("FAKE_CAPTURE") && capture_mode != 2) return 900;
   *library = reinterpret_cast<void*>(1);
   std::printf("load\n");
   return 0;
 }
+int cuThreadExchangeStreamCaptureMode(int* mode) { return std::swap(*mode, capture_mode), 0; }
 int cuLibraryGetKernel(Kernel** kernel, void*, const char* name) { return *kernel = new Kernel{name}, 0; }
 int cuKernelSetAttribute(int attribute, int value, Kernel*, int device) {
   std::printf("attribute %d = %d on device %d\n", attribute, value, device);
