@@ -38,10 +38,11 @@ def scatters(draw):
     indexed = dims[: draw(st.integers(1, min(rank, 3)))]
     rest = [d for d in dims if d not in indexed]
     batch = rest[: draw(st.integers(0, min(len(rest), 2)))]
-    inserted = [d for d in indexed if draw(st.integers(0, 3))]  # the others have windows of size 1
+    inserted = [d for d in indexed if draw(st.integers(0, 3))]  # the others have windows of size 1, or take the whole
     window = [d for d in range(rank) if d not in inserted and d not in batch]
     partial = draw(st.integers(0, 9)) == 0
-    sizes = [1 if d in indexed else max(1, shape[d] - partial) for d in window]
+    single = [d for d in indexed if draw(st.integers(0, 2))]
+    sizes = [1 if d in single else max(1, shape[d] - partial) for d in window]
     own = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(0, 2)))]
     index_dims = [("batch", d) for d in batch] + [("own", n) for n in own]
     index_dims = draw(st.permutations(index_dims))
@@ -67,14 +68,17 @@ def scatters(draw):
     high = 1 if mode == "promise_in_bounds" else 7
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     if mode == "promise_in_bounds":
-        columns = [rng.integers(0, shape[d], (*lengths, 1)) for d in indexed]
+        last = dict(zip(window, sizes))
+        columns = [rng.integers(0, shape[d] - last.get(d, 1) + 1, (*lengths, 1)) for d in indexed]
         indices = np.concatenate(columns, -1)
     else:
         indices = rng.integers(low, high, (*lengths, len(indexed)))
     whole = lambda shape: jnp.asarray(rng.integers(0, 4, shape), dtype)  # sums are exact in every type
     operand = jnp.zeros(shape, dtype) if draw(st.booleans()) else whole(shape)
     method = draw(st.sampled_from(["scatter_add", "scatter_max", "scatter_min"]))
-    rows = all(u == (1 if d in indexed else shape[d]) for d, u in zip(window, sizes))
+    clipped = [d for d, u in zip(window, sizes) if mode == "clip" and d in indexed and u == shape[d] > 1]
+    clipped = clipped if len(clipped) < len(indexed) else []
+    rows = all(u == (1 if d in indexed and d not in clipped else shape[d]) for d, u in zip(window, sizes))
     return method, (operand, jnp.asarray(indices, index_dtype), whole(updates)), numbers, mode, rows
 
 

@@ -50,8 +50,6 @@ def of(numbers, operand, indices, updates) -> Layout | str:
     kept = [d for d in range(len(operand)) if d not in inserted and d not in batch]
     window = dict(zip(kept, numbers.update_window_dims))
     for d, u in window.items():
-        if d in targets and updates[u] == operand[d] > 1:
-            return f"its indices have a column for dimension {d}, too, as jax.vmap of x[i] makes them: use x[ids] of all ids"
         if updates[u] != (1 if d in targets else operand[d]):
             return f"windows of {updates[u]} along dimension {d} of size {operand[d]} are not rows"
     if any(operand[d] != 1 for d in inserted if d not in targets):
@@ -73,6 +71,30 @@ def of(numbers, operand, indices, updates) -> Layout | str:
         tuple(scattered[d] for d in index_count),
         tuple(window.items()),
     )
+
+
+def without_whole(numbers, operand, updates):
+    """A scatter that clips, without indices of dimensions that it takes whole; None if it has none.
+
+    Returns its dimension numbers, the columns of the indices that remain, and the dimensions of the updates that are dropped.
+    `jax.vmap(lambda i: x[i])` slices x along all dimensions, as does its gradient. A window as large as a dimension is clipped
+    to the whole of it, whatever its index is, and a window of one position need not be a dimension of the updates.
+    """
+    kept = [d for d in range(len(operand)) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    window = dict(zip(kept, numbers.update_window_dims))
+    targets = numbers.scatter_dims_to_operand_dims
+    whole = {d for d in targets if d in window and updates[window[d]] == operand[d] > 1}
+    single = {d for d in targets if d in window and d not in whole and updates[window[d]] == 1}
+    if not whole or len(whole) == len(targets):
+        return None
+    dropped = [window[d] for d in single]
+    renumbered = [u - sum(v < u for v in dropped) for d, u in window.items() if d not in single]
+    numbers = numbers._replace(
+        update_window_dims=tuple(renumbered),
+        inserted_window_dims=tuple(sorted((*numbers.inserted_window_dims, *single))),
+        scatter_dims_to_operand_dims=tuple(d for d in targets if d not in whole),
+    )
+    return numbers, [k for k, d in enumerate(targets) if d not in whole], dropped
 
 
 def moves_operand(layout: Layout, operand) -> bool:

@@ -157,6 +157,8 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
     if not settings.force and "cuda" not in platforms:
         record(False, switch.no_kernels(platforms[0]))
         return fallback()
+    if (made := _without_whole(name, ctx, indices, updates, params, settings)) is not None:
+        return _scatter(name, plain, made[0], operand, *made[1], **made[2])
     found = _problem(name, avals, params)
     if not listened and not _may_be_taken(found, settings, ctx.module_context):
         return fallback()
@@ -187,6 +189,27 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
         return _partitioned(ctx, values, own)
     body = functools.partial(_scatter_rows, **own)
     return switch.own_code(mlir.lower_fun(body, multiple_results=False))(ctx, *values)
+
+
+def _without_whole(name, ctx, indices, updates, params, settings):
+    """(ctx, (indices, updates), params) of an equal scatter, if only that may be taken; see `layouts.without_whole`."""
+    if params["mode"] != lax.GatherScatterMode.CLIP:
+        return None
+    avals = ctx.avals_in
+    found = layouts.without_whole(params["dimension_numbers"], avals[0].shape, avals[2].shape)
+    if found is None:
+        return None
+    numbers, columns, dropped = found
+    change = lambda i, u: (jnp.stack([i[..., k] for k in columns], -1), jnp.squeeze(u, dropped))
+    types = jax.eval_shape(change, *avals[1:])
+    params = dict(params, dimension_numbers=numbers)
+    problem = _problem(name, (avals[0], *types), params)
+    if not decisions.listened() and not _may_be_taken(problem, settings, ctx.module_context):
+        return None
+    types = [a.update(shape=t.shape) for a, t in zip(avals[1:], types)]
+    lower = switch.own_code(mlir.lower_fun(change, multiple_results=True))
+    values = lower(ctx.replace(avals_in=avals[1:], avals_out=types), indices, updates)
+    return ctx.replace(avals_in=(avals[0], *types)), [v[0] if isinstance(v, (list, tuple)) else v for v in values], params
 
 
 def _emit_chain(ctx, operand, indices, chain, params):
