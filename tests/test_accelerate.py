@@ -76,7 +76,7 @@ def scatters(draw):
     whole = lambda shape: jnp.asarray(rng.integers(0, 4, shape), dtype)  # sums are exact in every type
     operand = jnp.zeros(shape, dtype) if draw(st.booleans()) else whole(shape)
     method = draw(st.sampled_from(["scatter_add", "scatter_max", "scatter_min"]))
-    clipped = [d for d, u in zip(window, sizes) if mode == "clip" and d in indexed and u == shape[d] > 1]
+    clipped = [d for d, u in zip(window, sizes) if mode != "fill" and d in indexed and u == shape[d] > 1]
     clipped = clipped if len(clipped) < len(indexed) else []
     rows = all(u == (1 if d in indexed and d not in clipped else shape[d]) for d, u in zip(window, sizes))
     return method, (operand, jnp.asarray(indices, index_dtype), whole(updates)), numbers, mode, rows

@@ -74,11 +74,11 @@ def of(numbers, operand, indices, updates) -> Layout | str:
 
 
 def without_whole(numbers, operand, updates):
-    """A scatter that clips, without indices of dimensions that it takes whole; None if it has none.
+    """A scatter that does not drop, without indices of dimensions that it takes whole; None if it has none.
 
     Returns its dimension numbers, the columns of the indices that remain, and the dimensions of the updates that are dropped.
-    `jax.vmap(lambda i: x[i])` slices x along all dimensions, as does its gradient. A window as large as a dimension is clipped
-    to the whole of it, whatever its index is, and a window of one position need not be a dimension of the updates.
+    `jax.vmap(lambda i: x[i])` slices x along all dimensions, as does its gradient. A window as large as a dimension is the whole of it,
+    to which other indices are clipped, and a window of one position need not be a dimension of the updates.
     """
     kept = [d for d in range(len(operand)) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
     window = dict(zip(kept, numbers.update_window_dims))

@@ -193,7 +193,7 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
 
 def _without_whole(name, ctx, indices, updates, params, settings):
     """(ctx, (indices, updates), params) of an equal scatter, if only that may be taken; see `layouts.without_whole`."""
-    if params["mode"] != lax.GatherScatterMode.CLIP:
+    if params["mode"] not in (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS):
         return None
     avals = ctx.avals_in
     found = layouts.without_whole(params["dimension_numbers"], avals[0].shape, avals[2].shape)
@@ -207,9 +207,10 @@ def _without_whole(name, ctx, indices, updates, params, settings):
     if not decisions.listened() and not _may_be_taken(problem, settings, ctx.module_context):
         return None
     types = [a.update(shape=t.shape) for a, t in zip(avals[1:], types)]
+    ctx = ctx.replace(avals_in=(avals[0], *types))
     lower = switch.own_code(mlir.lower_fun(change, multiple_results=True))
     values = lower(ctx.replace(avals_in=avals[1:], avals_out=types), indices, updates)
-    return ctx.replace(avals_in=(avals[0], *types)), [v[0] if isinstance(v, (list, tuple)) else v for v in values], params
+    return ctx, [v[0] if isinstance(v, (list, tuple)) else v for v in values], params
 
 
 def _emit_chain(ctx, operand, indices, chain, params):
