@@ -42,6 +42,16 @@ def causal(x):
     return jax.nn.softmax(jnp.where(q >= k, x, -1e30), -1) * (1 + jnp.arange(x.shape[-2], dtype=x.dtype)[:, None])
 
 
+def band(x):
+    q, k = (lax.broadcasted_iota(jnp.int32, x.shape[-2:], d) for d in (0, 1))
+    return jax.nn.softmax(jnp.where((k > q) | ~(k > q - 9), -1e30, 2 * x), -1)
+
+
+def numbered(x):
+    rows = jnp.arange(x.size // x.shape[-1], dtype=jnp.int32).reshape(*x.shape[:-1], 1)
+    return jnp.where((rows + jnp.arange(x.shape[-1])) % 3 == 0, x * rows, jnp.mean(x, -1, keepdims=True))
+
+
 def soft_cap(x):
     x = 5.0 * jnp.tanh(x / 5.0)
     e = jnp.exp(x - lax.stop_gradient(jnp.max(x, -1, keepdims=True)))
@@ -110,6 +120,8 @@ FUNCTIONS = {
         (one_hot_loss, "xl", True),
         (masked, "xm", True),
         (causal, "x", True),
+        (band, "x", True),
+        (numbered, "x", True),
         (soft_cap, "x", True),
         (entropy, "xn", True),
         (totals, "xc", True),

@@ -13,8 +13,8 @@ from jaxkern._core import compat, device, registry
 from jaxkern._engines.rows import layout, plan, tuning
 from jaxkern._engines.rows.function import trace
 
-# So few multiprocessors that blocks which sum over rows take several.
-SMALL = device.Device(4, 90, 227 * 1024, 50 << 20)
+# So few multiprocessors that blocks which sum over rows take several, and so little L2 that rows are taken by runs.
+SMALL = device.Device(4, 90, 227 * 1024, 4 << 10)
 
 
 def traced(name, shape, dtype, gradient, seed=0):
@@ -54,6 +54,9 @@ CASES = [
     ("rms_norm", (70, 1201), "bfloat16", True, "split"),
     ("masked", (3, 2, 4, 40), "float16", True, "lanes"),
     ("causal", (1, 2, 12, 20), "float32", False, "streaming"),
+    ("masked", (2, 3, 64, 40), "float32", False, "lanes"),
+    ("band", (2, 30, 44), "bfloat16", True, "block"),
+    ("numbered", (3, 4, 50), "bfloat16", True, "warp"),
     ("loss", (9, 130), "float32", True, "lanes"),
     ("one_hot_loss", (3, 3001), "bfloat16", False, "streaming"),
     ("entropy", (2, 3, 33), "float32", True, "warp"),

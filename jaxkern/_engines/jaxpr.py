@@ -106,6 +106,7 @@ REDUCTIONS = {
     "argmin": "argmin",
     "reduce": "reduce",
 }
+INDICES = ("iota", "ravel_index")  # along a dimension; of elements in row-major order
 NOT_ELEMENTWISE = ("argmax", "argmin", "reduce")  # even if they reduce one element
 # Operations that are done in the types of the jaxpr, whose bits they show or whose own jaxpr names them.
 _AS_WRITTEN = ("bitcast_convert_type", "nextafter", "reduce")
@@ -253,7 +254,7 @@ class Flat:
                 unite(zip(arrays[0].dims, x.dims))
             for y in step.results[1:]:
                 unite(zip(out.dims, y.dims))
-        elif name == "iota":
+        elif name in INDICES:
             pass
         else:
             fits = all(_fits(v.aval.shape, out.aval.shape) for v in arrays)

@@ -1,6 +1,6 @@
 // Row functions: functions in jnp that are elementwise along all dimensions but one, and reduce along that one.
 //
-//     RowsKernel<F, N, kLanes, kPacks, kThreads, kMinBlocks, kEnds, kStays, kStreams, kShared>
+//     RowsKernel<F, N, kLanes, kPacks, kThreads, kMinBlocks, kEnds, kStays, kStreams, kShared, kRuns>
 //     SumOverBlocks<T, Result>
 //
 // F is generated from a jaxpr (jaxkern/_engines/rows/generate.py) and computes one element at a time; the kernel owns memory,
@@ -62,7 +62,16 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
         number_result_map[kNumberResults + 1], index_map[F::kIndices + 1];
     int64_t rows, width;
     int64_t walkers;  // blocks or clusters that write sums over rows
+    FastDivmod matrix_rows, run_rows;
     bool exceeds_l2;
+
+    // The n-th row that is computed. With kRuns, kRun rows of each matrix take turns: what broadcasts over matrices is still in L2 then.
+    template <bool kRuns> __device__ __forceinline__ int64_t Row(int64_t n) const {
+      constexpr uint32_t kRun = 32;
+      if constexpr (!kRuns) return n;
+      const uint32_t i = static_cast<uint32_t>(n), run = run_rows.Div(i), in_run = i - run * run_rows.divisor;
+      return static_cast<int64_t>(in_run / kRun) * matrix_rows.divisor + run * kRun + in_run % kRun;
+    }
   };
 
   template <int N> using RowPacks = Slots<RowIndex, Pack<R, N>...>;
@@ -79,10 +88,30 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     for (int e = 0; e < kCount * N; ++e) f(held.kept[e / N][e % N]);
   }
 
-  template <int N, size_t... I>
-  static __device__ __forceinline__ void Load(const Args& a, const int64_t (&at)[kRows + 1], int column, RowPacks<N>& x,
-                                              ReadPolicy policy, std::index_sequence<I...>) {
-    ((At<I>(x) = LoadRowPack<R, N>(static_cast<const R*>(a.row[I]) + at[I] + column, policy)), ...);
+  // Whether the numbers of a row decide what of it is read. Otherwise they are computed while it is.
+  static constexpr bool AnyGuarded() {
+    for (int k = 0; k < kRows; ++k) {
+      if (F::Guarded(k)) return true;
+    }
+    return false;
+  }
+  // Whether an element of a pack counts.
+  template <int k, int N> static __device__ __forceinline__ bool Counts(const Numbers& n, int column) {
+    bool any = !F::Guarded(k);
+    if constexpr (F::Guarded(k)) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) any |= F::Counts(Pass<k>(), n, column + i);
+    }
+    return any;
+  }
+
+  template <int N, size_t... I> static __device__ __forceinline__ void Load(const Args& a, const Numbers& n,
+                                                                            const int64_t (&at)[kRows + 1], int column,
+                                                                            RowPacks<N>& x, ReadPolicy policy,
+                                                                            std::index_sequence<I...>) {
+    ((At<I>(x) = Counts<I, N>(n, column) ? LoadRowPack<R, N>(static_cast<const R*>(a.row[I]) + at[I] + column, policy)
+                                         : ZeroPack<R, N>()),
+     ...);
   }
   template <int N, int kEnds, size_t... I>
   static __device__ __forceinline__ void LoadColumns(const Args& a, int column, ColumnPacks<N>& c,
@@ -193,8 +222,9 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
         Partial<s> sum = Stages::template Identity<s>(n);
         for (int tile = body.begin; tile < (kStreams ? body.TilesEnd() : body.begin + 1); tile += kGroup * kPacks * N) {
           if constexpr (kStreams) {
-            EachPack<N, kGroup, kPacks, kEnds, kStreams>(
-                body, lane, tile, [&](int i, int column) { Load<N>(a, at, column, packs.x[i], policy, RowIndex()); });
+            EachPack<N, kGroup, kPacks, kEnds, kStreams>(body, lane, tile, [&](int i, int column) {
+              Load<N>(a, n, at, column, packs.x[i], policy, RowIndex());
+            });
           }
           ReduceStage<s, kEnds>(a, n, sum, [&](auto pass, auto f) { each(tile, pass, f); });
         }
@@ -248,7 +278,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
                                                                                       std::index_sequence<I...>,
                                                                                       std::index_sequence<J...>) {
     Numbers n;
-    F::Begin(n, static_cast<int32_t>(a.index_map[J](row))...,
+    F::Begin(n, static_cast<int32_t>(MapRow<F::IndexRank(J)>(a.index_map[J], row))...,
              Wide<M>(static_cast<const M*>(a.number[I])[MapRow<F::NumberRank(I)>(a.number_map[I], row)])...);
     return n;
   }
@@ -357,7 +387,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
   }
 
   template <int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStays, bool kStreams, bool kShared,
-            class Room, size_t... I, size_t... K, size_t... L, size_t... T_>
+            bool kRuns, class Room, size_t... I, size_t... K, size_t... L, size_t... T_>
   static __device__ __forceinline__ void Run(const Args& a, Room& cluster, std::index_sequence<I...>,
                                              std::index_sequence<K...>, std::index_sequence<L...>,
                                              std::index_sequence<T_...>) {
@@ -378,31 +408,36 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     const RowWalk walk(Own::Walker(), Own::Walkers());
     for (int64_t first = walk.first * kGroups; first < a.rows; first += walk.step * kGroups, ++turn) {
       const bool live = first + group < a.rows;
-      const int64_t row = live ? first + group : a.rows - 1;
+      const int64_t row = a.template Row<kRuns>(live ? first + group : a.rows - 1);
       const int64_t at[kRows + 1] = {MapRow<F::RowRank(I)>(a.row_map[I], row)..., 0},
                                to[kResults + 1] = {MapRow<F::ResultRank(K)>(a.result_map[K], row)..., 0};
       const Body body = BodyOf<N, kEnds>(row, a.width, kMost);
       Held<N, kPacks> packs;
       Held<1, kEdge> edges;
+      Numbers n;
+      if constexpr (AnyGuarded()) n = Begin(a, row, NumberIndex(), std::make_index_sequence<F::kIndices>());
       EachEdge<kEdge, kGroup>(a, body, lane,
-                              [&](int k, int column) { Load<1>(a, at, column, edges.x[k], policy, RowIndex()); });
+                              [&](int k, int column) { Load<1>(a, n, at, column, edges.x[k], policy, RowIndex()); });
       if constexpr (!kStreams) {
-        EachPack<N, kGroup, kPacks, kEnds, kStreams>(
-            body, lane, body.begin, [&](int i, int column) { Load<N>(a, at, column, packs.x[i], policy, RowIndex()); });
+        EachPack<N, kGroup, kPacks, kEnds, kStreams>(body, lane, body.begin, [&](int i, int column) {
+          Load<N>(a, n, at, column, packs.x[i], policy, RowIndex());
+        });
         if constexpr (kStays && kLanes < 0) {
           const int64_t next = first + walk.step;
-          if (next < a.rows) Prefetch<N, kGroup, kPacks, kThreads>(a, next, lane, policy, RowIndex());
+          if (next < a.rows)
+            Prefetch<N, kGroup, kPacks, kThreads>(a, a.template Row<kRuns>(next), lane, policy, RowIndex());
         }
       }
       if (turn == 0) cluster.Ready();
-      Numbers n = Begin(a, row, NumberIndex(), std::make_index_sequence<F::kIndices>());
+      if constexpr (!AnyGuarded()) n = Begin(a, row, NumberIndex(), std::make_index_sequence<F::kIndices>());
       RunStages<0, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, body, n, packs, edges, policy, turn,
                                                                  cluster);
       if constexpr (kResults + kColumnSums > 0) {
         for (int tile = body.begin; tile < (kStreams ? body.TilesEnd() : body.begin + 1); tile += kGroup * kPacks * N) {
           if constexpr (kStreams) {
-            EachPack<N, kGroup, kPacks, kEnds, kStreams>(
-                body, lane, tile, [&](int i, int column) { Load<N>(a, at, column, packs.x[i], policy, RowIndex()); });
+            EachPack<N, kGroup, kPacks, kEnds, kStreams>(body, lane, tile, [&](int i, int column) {
+              Load<N>(a, n, at, column, packs.x[i], policy, RowIndex());
+            });
           }
           EachPack<N, kGroup, kPacks, kEnds, kStreams>(body, lane, tile, [&](int i, int column) {
             if constexpr (F::kStages > 0 && kForgets<N, kPacks>) ForgetAll(packs.x[i], RowIndex());
@@ -428,12 +463,12 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
 };
 
 template <class F, int N, int kLanes, int kPacks, int kThreads, int kMinBlocks, int kEnds, bool kStays, bool kStreams,
-          bool kShared>
+          bool kShared, bool kRuns>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     RowsKernel(const __grid_constant__ typename RowEngine<F>::Args a) {
   using Engine = RowEngine<F>;
   const auto run = [&](auto& room) {
-    Engine::template Run<N, kLanes, kPacks, kThreads, kEnds, kStays, kStreams, kShared>(
+    Engine::template Run<N, kLanes, kPacks, kThreads, kEnds, kStays, kStreams, kShared, kRuns>(
         a, room, typename Engine::RowIndex(), typename Engine::ResultIndex(), typename Engine::ColumnSumIndex(),
         typename Engine::TotalIndex());
   };

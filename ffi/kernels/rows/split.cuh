@@ -74,6 +74,11 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
       const Body body = BodyOf<N, kEnds>(row, a.width, 1 << 30);
       typename Engine::template Held<N, kPacks> packs;
       typename Engine::template Held<1, kEdge> edges;
+      const auto begin = [&] {
+        return Engine::Begin(a, row, typename Engine::NumberIndex(), std::make_index_sequence<F::kIndices>());
+      };
+      Numbers n;
+      if constexpr (Engine::AnyGuarded()) n = begin();
       const int64_t first = body.begin + part * kTile;
       const auto each_pack = [&](int64_t tile, auto f) {
         Engine::template EachPack<N, kThreads, kPacks, kEnds, true>(body, lane, static_cast<int>(tile), f);
@@ -83,10 +88,10 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
       };
       const auto load = [&](int64_t tile) {
         each_pack(tile, [&](int i, int column) {
-          Engine::template Load<N>(a, at, column, packs.x[i], policy, typename Engine::RowIndex());
+          Engine::template Load<N>(a, n, at, column, packs.x[i], policy, typename Engine::RowIndex());
         });
         each_edge(tile, [&](int k, int column) {
-          Engine::template Load<1>(a, at, column, edges.x[k], policy, typename Engine::RowIndex());
+          Engine::template Load<1>(a, n, at, column, edges.x[k], policy, typename Engine::RowIndex());
         });
       };
       if constexpr (!kAlone) load(first);
@@ -100,7 +105,7 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
           }
         }
       };
-      Numbers n = Engine::Begin(a, row, typename Engine::NumberIndex(), std::make_index_sequence<F::kIndices>());
+      if constexpr (!Engine::AnyGuarded()) n = begin();
       Known<0>(args, row, turn, n);
       if constexpr (!kLast) {
         Partial<kStage> sum = Engine::Stages::template Identity<kStage>(n);

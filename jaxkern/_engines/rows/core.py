@@ -16,7 +16,8 @@ import numpy as np
 from jaxkern._core.coarse import COARSE, jumps
 from jaxkern._core.define import FLOAT8, ceil_div
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.jaxpr import MOVES, NOT_ELEMENTWISE, Constant, Value, source
+from jaxkern._engines.jaxpr import INDICES, MOVES, NOT_ELEMENTWISE, Constant, Value, source
+from jaxkern._engines.rows.program import strides_of
 
 # Elementary functions that a multiprocessor computes more slowly than it reads elements.
 DEAR = frozenset(
@@ -45,7 +46,7 @@ class Core:
 
     outputs: the arrays that it writes. epilogue: the steps that remain, on arrays; empty if the results of the program are
         the outputs.
-    rows, columns, numbers: positions of operands that are read as such. indices: other dimensions whose index is used.
+    rows, columns, numbers: positions of operands that are read as such. indices: what is counted beside places in the row, {dimension: stride}.
     members: {number: its member in the struct Numbers}. inverses, scales: {divisor of elements: the member of its inverse, of its scale}; see
         `quotient` in functions.h, which coarse arithmetic does without.
     passes: for each pass over the row its reductions along it. stages: the passes of each stage, between which threads exchange
@@ -173,9 +174,7 @@ class Core:
                 leaves.update(dict.fromkeys(step.results))
                 if step.name == "reduce":
                     leaves.update({x: None for x in step.operands[len(step.results) :] if isinstance(x, Value)})
-            elif step.name == "iota" and not v.is_row:
-                self._index(step)
-            elif step.name == "iota" and v.dims[step.params["dimension"]] is not program.row:
+            elif step.name in INDICES:
                 self._index(step)
             for x in step.operands:
                 if isinstance(x, Value) and v.is_row and not x.is_row:
@@ -326,6 +325,15 @@ class Core:
         return sum(computing(o.value.aval.dtype).itemsize for o in self.of_kind("total"))
 
     def _index(self, step):
-        dim = step.result.dims[step.params["dimension"]]
-        if dim is not None and dim not in self.indices:
-            self.indices.append(dim)
+        index = self.index_of(step)
+        if index and index != {self.program.row: 1} and index not in self.indices:
+            self.indices.append(index)
+
+    @staticmethod
+    def index_of(step) -> dict:
+        """What is counted: {dimension: stride}."""
+        v = step.result
+        if step.name == "ravel_index":
+            return {v.dims[d]: n for d, n in strides_of(v)}
+        dim = v.dims[step.params["dimension"]]
+        return {} if dim is None else {dim: 1}

@@ -147,22 +147,26 @@ class RowFunction:
             env[o.result] = y.astype(computing(o.dtype))
         return self.rounded(self._all(self.core.epilogue, env, parts or {}))
 
-    def of_outputs(self, shapes, size) -> "RowFunction":
+    def of_outputs(self, shapes, size, begins=()) -> "RowFunction":
         """The function whose results are the outputs of a kernel, for operands that are split over devices.
 
-        shapes: the shapes of the parts. size(dim): the size of a dimension of a part.
+        shapes: the shapes of the parts. size(dim): the size of a dimension of a part. begins: dimensions whose index counts from
+        a number that is a further operand, an int32.
         """
-        wanted = self.core.outputs
+        wanted, count = self.core.outputs, len(self.avals)
         dtype = lambda o: computing(o.dtype) if o.kind in ("columns", "total") else o.dtype
 
         def f(*xs):
-            env = evaluate(self.program, self.core.steps(), self._given(xs), size=size)
+            start = dict(zip(begins, xs[count:]))
+            env = self._given(xs[:count])
+            env = evaluate(self.program, self.core.steps(), env, size=size, start=start.get)
             return [
                 (widened(o.result) if isinstance(o.result, Constant) else env[o.result]).astype(dtype(o))
                 for o in wanted
             ]
 
         avals = [jax.ShapeDtypeStruct(n, a.dtype) for n, a in zip(shapes, self.avals)]
+        avals += [jax.ShapeDtypeStruct((), jnp.int32)] * len(begins)
         row = self.row if self.row[0] < len(self.avals) else None
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             closed = jax.make_jaxpr(f)(*avals)
@@ -177,7 +181,8 @@ class RowFunction:
             )
         found = RowFunction(closed, row, self.label, self.name, self.algorithm)
         if self.roles is not None:
-            found.roles = self.roles._replace(results=self.output_roles())
+            operands = (*self.roles.operands, *["begin"] * len(begins))
+            found.roles = self.roles._replace(operands=operands, results=self.output_roles())
         return found
 
     def output_roles(self) -> tuple:

@@ -5,6 +5,7 @@
 Its functions compute one element at a time. Each is a functor that _core/cpp.py writes from scalar operations:
 
     Begin, After     the numbers of a row before the first pass, and after each: members of the struct Numbers
+    Counts           whether an element of a row counts, see guards.py
     Reduce           the values of an element that a pass reduces; Identity and Combine belong to its reductions
     Pivot, Rescale   in a stage of two passes, a maximum and sums with exponentials: the number that exponents are relative to;
                      multiplies sums and kept exponentials, to make them relative to another number
@@ -22,7 +23,9 @@ import numpy as np
 from jaxkern._core import cpp, functor
 from jaxkern._core.cpp import cpp_type
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.jaxpr import MOVES, NOT_ELEMENTWISE, REDUCTIONS, Constant, compute, widened
+from jaxkern._engines.jaxpr import INDICES, MOVES, NOT_ELEMENTWISE, REDUCTIONS, Constant, compute, widened
+from jaxkern._engines.rows.guards import guards
+from jaxkern._engines.rows.program import groups_of_index
 
 INDEX = np.dtype(np.int32)  # of places along a dimension
 
@@ -66,6 +69,7 @@ class _Writer:
             f"  struct Numbers {{ {numbers or 'int unused;'} }};",
             f"  struct Kept {{ {kept} }};",
             self._begin(),
+            *self._counts(),
         ]
         for p in range(len(core.passes)):
             body += self._pass(p)
@@ -109,9 +113,10 @@ class _Writer:
             "Result": [o.result for o in core.of_kind("row")],
             "NumberResult": [o.result for o in core.of_kind("number")],
         }
-        for kind, values in ranks.items():
-            rank = "".join(f"k == {k} ? {len(self.program.groups(v))} : " for k, v in enumerate(values))
-            yield f"  static constexpr int {kind}Rank(int k) {{ return {rank}0; }}"
+        groups = {kind: map(self.program.groups, values) for kind, values in ranks.items()}
+        groups["Index"] = (groups_of_index(self.program, index) for index in core.indices)
+        for kind, found in groups.items():
+            yield f"  static constexpr int {kind}Rank(int k) {{ return {_cases(map(len, found), 'k')}; }}"
 
     def _begin(self) -> str:
         core = self.core
@@ -122,6 +127,21 @@ class _Writer:
         loads = " ".join([*loads, *(f"n.{self.members[v]} = {a};" for v, a in given.items() if v in self.members)])
         body = f"{loads} {self._numbers_after(0, set(given))}"
         return f"  static JAXKERN_FN void Begin({', '.join(['Numbers& n', *arguments])}) {{ {body} }}"
+
+    def _counts(self):
+        """Counts: whether an element of a row that is read counts."""
+        found, core = guards(self.core), self.core
+        yield f"  static constexpr bool Guarded(int k) {{ return {_cases((int(k in found) for k in core.rows), 'k')}; }}"
+        given = lambda v: f"n.{self.members[v]}" if v in self.members else None
+        for at, k in enumerate(core.rows):
+            conditions = found.get(k, [])
+            names = [f"y{j}" for j in range(len(conditions))]
+            body = "return true;"
+            if conditions:
+                call = self._call(f"{self.name}Counts{k}", [v for v, _ in conditions], given, names)
+                any_of = " || ".join(y if value else f"!{y}" for y, (_, value) in zip(names, conditions))
+                body = f"bool {', '.join(names)}; {call} return {any_of};"
+            yield f"  static JAXKERN_FN bool Counts(Pass<{at}>, const Numbers& n, int32_t at) {{ {body} }}"
 
     def _pass(self, p) -> list:
         """Reduced, Identity, Combine, Reduce and After of a pass."""
@@ -148,7 +168,14 @@ class _Writer:
         sets = " ".join(f"p.{part} = {value};" for part, value in values)
         members = " ".join(f"{_part_type(d)} {v};" for d, v in parts)
         later = self._numbers_after(p + 1, {v for step in steps for v in step.results})
-        arguments = [f"Pass<{p}>", "const Numbers& n", "int32_t at", "Kept& k", f"Reduced{p}& p", *self.signature]
+        arguments = [
+            f"Pass<{p}>",
+            "const Numbers& n",
+            "int32_t at",
+            "Kept& k",
+            f"Reduced{p}& p",
+            *self.signature,
+        ]
         return [
             f"  struct Reduced{p} {{ {members} }};",
             f"  static JAXKERN_FN Reduced{p} Identity(Pass<{p}>, const Numbers& n) {{ return {{{', '.join(identity)}}}; }}",
@@ -269,9 +296,8 @@ class _Writer:
             if step in found:
                 return
             found.add(step)
-            if step.name == "iota":
-                dim = v.dims[step.params["dimension"]]
-                leaves[v] = "0" if dim is None else self._place(dim)
+            if step.name in INDICES:
+                leaves[v] = self._place(self.core.index_of(step))
                 return
             for x in step.operands[:1] if self._is_identity(step) else step.operands:
                 find(x)
@@ -288,7 +314,7 @@ class _Writer:
 
     def _is_iota(self, v) -> bool:
         step = self.core.step_of.get(v)
-        return step is not None and step.name == "iota"
+        return step is not None and step.name in INDICES
 
     def _divides(self, step) -> bool:
         """Whether elements are divided by a number of the row."""
@@ -299,8 +325,10 @@ class _Writer:
         reduces = step.name in REDUCTIONS and step.name not in NOT_ELEMENTWISE
         return step.name in MOVES or (reduces and not self.program.over(step))
 
-    def _place(self, dim) -> str:
-        return "at" if dim is self.program.row else f"n.i{self.core.indices.index(dim)}"
+    def _place(self, index) -> str:
+        if index in ({}, {self.program.row: 1}):
+            return "at" if index else "0"
+        return f"n.i{self.core.indices.index(index)}"
 
 
 class _Reduction:
@@ -339,9 +367,9 @@ class _Reduction:
             self.combine = [f"{y[0]} = lax::{overload}({own}({p[0]}), {own}({q[0]}));"]
 
 
-def _cases(values) -> str:
-    """The expression of values[s]."""
-    return "".join(f"s == {s} ? {v} : " for s, v in enumerate(values)) + "0"
+def _cases(values, at="s") -> str:
+    """The expression of values[at]."""
+    return "".join(f"{at} == {k} ? {v} : " for k, v in enumerate(values)) + "0"
 
 
 def _type(v) -> str:

@@ -6,10 +6,10 @@ import typing
 
 from jaxkern._core import algorithms, define, functor, launch
 from jaxkern._core.cpp import Unsupported, cpp_type
-from jaxkern._core.define import ceil_div
+from jaxkern._core.define import ceil_div, fast_divmod
 from jaxkern._core.jaxprs import computing
 from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
-from jaxkern._engines.jaxpr import Value, merged
+from jaxkern._engines.jaxpr import Value
 from jaxkern._engines.rows import tuning
 from jaxkern._engines.rows.generate import source
 from jaxkern._engines.rows.layout import (
@@ -28,6 +28,7 @@ from jaxkern._engines.rows.layout import (
     strided_pack,
     tiles_of,
 )
+from jaxkern._engines.rows.program import groups_of_index
 
 HEADER = "rows/rows.cuh"
 NAME = "Function"
@@ -163,7 +164,8 @@ class _Rows(typing.NamedTuple):
             return None
         sums, scratch, after = _sums(core, walkers, self.width)
         ends = "kRagged" if self.width % pack else "kWhole" if self.width == how.group * elements else "kPart"
-        flags = ", ".join(str(f).lower() for f in (stays, streams, shared > 0))
+        by_runs = _by_runs(core, self.function.program, self.rows, _moved(self.arrays), self.device)
+        flags = ", ".join(str(f).lower() for f in (stays, streams, shared > 0, by_runs))
         name = f"RowsKernel<{NAME}, {pack}, {how.lanes}, {how.packs}, {how.threads}, {blocks}, {ends}, {flags}>"
         args, grid = [self.arguments(walkers, sums)], walkers * cluster
         launch = Launch(HEADER, name, args, grid, how.threads, cluster=cluster, shared=shared, waves=waves, source=code)
@@ -296,7 +298,9 @@ def _sums(core, walkers, width, scratch=0, of_numbers=None):
 
 def _arguments(core, program, rows, width, walkers, sums, arrays, device):
     """RowEngine::Args (rows.cuh)."""
-    moved = sum(a.size * a.dtype.itemsize for a in arrays)
+    moved = _moved(arrays)
+    by_runs = _by_runs(core, program, rows, moved, device)
+    matrix_rows = program.others[-1].size if by_runs else 1
     pointers = lambda buffers: (*buffers, launch.null)
     outs = lambda kind: [launch.result(_place(core, o)) for o in core.of_kind(kind)]
     maps = lambda values: [*(_map(program, v) for v in values), EMPTY_MAP]
@@ -311,13 +315,37 @@ def _arguments(core, program, rows, width, walkers, sums, arrays, device):
         *maps(program.operands[k] for k in core.numbers),
         *maps(o.result for o in core.of_kind("row")),
         *maps(o.result for o in core.of_kind("number")),
-        *(_map_of_index(program, d) for d in core.indices),
+        *(define.index_map(groups_of_index(program, index)) for index in core.indices),
         EMPTY_MAP,
         i64(rows),
         i64(width),
         i64(walkers),
+        fast_divmod(matrix_rows),
+        fast_divmod(rows // matrix_rows * tuning.RUN if by_runs else 1),
         boolean(moved > device.l2_bytes),
     )
+
+
+def _moved(arrays) -> int:
+    """The bytes of arrays."""
+    return sum(a.size * a.dtype.itemsize for a in arrays)
+
+
+def _by_runs(core, program, rows, moved, device) -> bool:
+    """Whether rows are taken by runs, so that what broadcasts over matrices is read again while it is in L2.
+
+    Matrices are the last dimension of rows.
+    """
+    if core.of_kind("columns") or len(program.others) < 2 or program.others[-1].size % tuning.RUN or rows >= 1 << 31:
+        return False
+    far = device.l2_bytes * rows // (2 * moved)  # rows whose arrays fill half of L2
+    for k in core.rows:
+        dims, apart = program.operands[k].dims, 1
+        for d in reversed(program.others):
+            if d not in dims and apart > far and program.others[-1] in dims:
+                return True
+            apart *= d.size
+    return False
 
 
 def _strided(device, operands, arrays, function, views):
@@ -362,10 +390,6 @@ def _stride(value, dim) -> int:
 def _map(program, value):
     """IndexMap from the index of a row to the offset of an array's row."""
     return define.index_map(program.groups(value))
-
-
-def _map_of_index(program, dim):
-    return define.index_map(merged((d.size, int(d is dim)) for d in reversed(program.others)))
 
 
 EMPTY_MAP = define.index_map([])

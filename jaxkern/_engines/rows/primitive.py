@@ -19,7 +19,9 @@ from jaxkern._core import algorithms, compat, device, partition, validate
 from jaxkern._core.cpp import Unsupported
 from jaxkern._core.define import ceil_div, primitive
 from jaxkern._core.primitive import bind
+from jaxkern._engines.jaxpr import INDICES
 from jaxkern._engines.rows import layout, plan, queries
+from jaxkern._engines.rows.core import Core
 
 
 def apply(function, operands) -> list:
@@ -126,7 +128,7 @@ def _partition(prim, ctx, operands, params):
     except Unsupported:
         return None
     names = {d: f"d{k}" for k, d in enumerate((program.row, *program.others))}
-    used = {d for step in program.steps if step.name == "iota" for d in step.result.dims if d is not None}
+    used = _indexed(program)
     dims = [
         [names[d] if d is not None else f"one{k}x{j}" for j, d in enumerate(v.dims)]
         for k, v in enumerate((*program.operands, *program.results))
@@ -143,6 +145,11 @@ def _partition(prim, ctx, operands, params):
     return partition.lower(ctx, prim, operands, params, dims, shard, exact=exact, whole=kept, summed=gone)
 
 
+def _indexed(program) -> set:
+    """The dimensions along which indices count."""
+    return {d for step in program.steps if step.name in INDICES for d in Core.index_of(step)}
+
+
 _COLLECTIVES = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}
 
 
@@ -157,16 +164,16 @@ def part(function, names, over, parts):
     split = lambda dims: tuple(a for d in dims for a in axes[d])
     local = {
         "size": lambda d: ceil_div(d.size, lax.psum(1, axes[d])) if axes[d] else d.size,  # the last part may be shorter
-        "start": lambda d: lax.axis_index(axes[d]) * (d.size // lax.psum(1, axes[d])) if axes[d] else jnp.int32(0),
+        "start": lambda d: lax.axis_index(axes[d]) * (d.size // lax.psum(1, axes[d])) if axes[d] else None,
         "collective": lambda step, ys: (
             [_COLLECTIVES[step.name](y, split(program.over(step))) for y in ys] if split(program.over(step)) else ys
         ),
     }
-    places = {d for step in program.steps if step.name == "iota" for d in step.result.dims if d is not None}
-    if axes[program.row] or split(places):
+    if axes[program.row]:
         return function.wide(*parts, parts=local)
-    kernel = function.of_outputs([x.shape for x in parts], local["size"])
-    outputs = apply(kernel, parts)
+    begins = [d for d in program.others if d in _indexed(program) and axes[d]]
+    kernel = function.of_outputs([x.shape for x in parts], local["size"], begins)
+    outputs = apply(kernel, [*parts, *(local["start"](d).astype(jnp.int32) for d in begins)])
     whole = lambda o: split(program.others) if o.kind in ("columns", "total") else ()
     outputs = [lax.psum(y, whole(o)) if whole(o) else y for o, y in zip(core.outputs, outputs)]
     return function.after_core(parts, outputs, local)

@@ -15,7 +15,11 @@ Values of 16 bits are computed in float32 and rounded where they are stored, so 
 XLA where it may use excess precision.
 """
 
+import functools
+import math
+
 import jax
+import numpy as np
 from jax import lax
 
 from jaxkern._core.cpp import Unsupported
@@ -93,11 +97,24 @@ class Program(Flat):
         return operands, f
 
     def _equation(self, e, operands):
+        numbered = self._numbered(e, operands) if e.primitive.name == "reshape" else None
+        if numbered is not None:
+            return numbered
         results = super()._equation(e, operands)
         if e.primitive.name in ("concatenate", "stack"):
             axis = e.params["dimension" if e.primitive.name == "concatenate" else "axis"]
             self._parts[results[0]] = operands, axis
         return results
+
+    def _numbered(self, e, operands):
+        """The result of a reshape of indices to several dimensions, which they number in row-major order; None if e is no such."""
+        (shape,), own = (v.aval.shape for v in e.outvars), operands[0].aval.shape
+        made = next((s for s in reversed(self.steps) if operands[0] in s.results), None)
+        if made is None or made.name != "iota" or len(own) > 1 or sum(not is_one(n) for n in shape) < 2:
+            return None
+        step = Step("ravel_index", [], [self._value(e.outvars[0].aval)], e, {}, tuple(self._calls), self._origin)
+        self.steps.append(step)
+        return step.results
 
     def _place(self, row):
         """Identifies dimensions that no operation relates: dimensions of constants, and of operands used separately.
@@ -151,6 +168,8 @@ class Program(Flat):
 
     def _apart(self, step) -> list:
         """A reduction along the row and other dimensions as two, the row first."""
+        if step.name == "ravel_index" and self.row in step.result.dims:
+            self.fail(step, "which splits dimensions, the row among them")
         over = self.over(step)
         if self.row not in over or over == {self.row} or step.name in NOT_ELEMENTWISE:
             return [step]
@@ -180,13 +199,24 @@ class Program(Flat):
         return merged((d.size, strides.get(d, 0)) for d in reversed(self.others))
 
 
+def groups_of_index(program, index) -> list:
+    """How the index of a row becomes what `index`, {dimension: stride}, counts; as `groups`."""
+    return merged((d.size, index.get(d, 0)) for d in reversed(program.others))
+
+
+def strides_of(value) -> list:
+    """(dimension, stride) of an array whose elements are numbered in row-major order."""
+    shape = value.aval.shape
+    return [(d, math.prod(shape[d + 1 :])) for d in range(len(shape)) if value.dims[d] is not None]
+
+
 # ---- what a program computes, on arrays and on scalars
 
 
 def evaluate(program, steps, env, size=None, start=None, collective=None):
     """Computes `steps` on arrays in their computing types; env: {Value: array}, which grows.
 
-    On parts of the arrays: size(dim) is the size of a dimension there, start(dim) where a part begins, and
+    On parts of the arrays: size(dim) is the size of a dimension there, start(dim) where a part begins, or None for 0, and
     collective(step, results) completes a reduction.
     """
     sizes = lambda v: tuple(1 if d is None else d.size if size is None else size(d) for d in v.dims)
@@ -198,12 +228,21 @@ def evaluate(program, steps, env, size=None, start=None, collective=None):
         elif name in RENAMED:
             ys = [lax.reshape(xs[0], sizes(out))]
         elif name == "iota":
-            y = lax.broadcasted_iota(computing(out.dtype), sizes(out), params["dimension"])
-            along = out.dims[params["dimension"]]
-            ys = [y if start is None or along is None else y + start(along).astype(y.dtype)]
+            ys = [_indices(out, params["dimension"], sizes(out), start)]
+        elif name == "ravel_index":
+            dtype = computing(out.dtype)
+            parts = (_indices(out, d, sizes(out), start) * np.asarray(n).astype(dtype) for d, n in strides_of(out))
+            ys = [functools.reduce(lax.add, parts)]
         else:
             ys = compute(step, xs)
         if collective is not None and program.over(step):
             ys = collective(step, ys)
         env.update(zip(step.results, ys))
     return env
+
+
+def _indices(out, dimension, shape, start):
+    y = lax.broadcasted_iota(computing(out.dtype), shape, dimension)
+    along = out.dims[dimension]
+    begin = start(along) if start is not None and along is not None else None
+    return y if begin is None else y + begin.astype(y.dtype)
