@@ -10,7 +10,7 @@ import numpy as np
 
 # Rows, columns and k of top_k: around lanes, tiles, buffers and parts.
 SELECTED = ((3, 1, 1), (37, 33, 5), (9, 1000, 32), (5, 4097, 1), (3, 9001, 700), (2, 70000, 1024), (1, 300000, 50))
-SORTED = ((70, 3), (33, 64), (5, 257), (3, 2000), (2, 4096))
+SORTED = ((70, 3), (33, 64), (5, 257), (3, 2000), (2, 4096), (2, 6000), (1, 40000))
 
 
 def sanitize_select(dtypes: list[str], quick: bool) -> tuple[int, list[str]]:
@@ -44,10 +44,13 @@ def sanitize_select(dtypes: list[str], quick: bool) -> tuple[int, list[str]]:
                         of(jax.lax.top_k),
                         rows(r, columns),
                     )
-        for (r, columns), descending in itertools.product(SORTED[quick * 2 :: 1 + quick], (False, True)):
-            f = lambda f: lambda x: f(x, descending=descending)  # noqa: B023
-            compare(f"argsort {dtype} {r}x{columns}", f(jaxkern.argsort), f(jnp.argsort), rows(r, columns))
-            compare(f"sort {dtype} {r}x{columns}", f(jaxkern.sort), f(jnp.sort), rows(r, columns))
+        for (r, columns), algorithm in itertools.product(SORTED[quick * 2 :: 1 + quick], algorithms.names("sort")):
+            f = lambda f: lambda x: f(x, descending=columns % 2 == 0)  # noqa: B023
+            if algorithms.fits("sort", algorithm, r, columns, dtype):
+                with algorithms.force(sort=algorithm):
+                    of = f"{algorithm} {dtype} {r}x{columns}"
+                    compare(f"argsort {of}", f(jaxkern.argsort), f(jnp.argsort), rows(r, columns))
+                    compare(f"sort {of}", f(jaxkern.sort), f(jnp.sort), rows(r, columns))
         for size, side in itertools.product((1, 4096, 50000), ("left", "right")):
             search = lambda f: lambda a, x: f(a, x, side=side)  # noqa: B023
             array = np.sort(rows(size).astype(np.float32)).astype(jnp.dtype(dtype))

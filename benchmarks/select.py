@@ -3,7 +3,7 @@
     python -m benchmarks select [--ops top_k,sort] [--cases REGEX]
 
     top_k         the k largest of each row: sampling, routing, beam search, one long row
-    sort, argsort rows that a block sorts
+    sort, argsort rows, and all elements of one array
     bincount      uniform numbers into few and many bins, and all into one
     searchsorted  uniform queries in a sorted array
     sample        temperature, top-k 50, top-p 0.9: with `jaxkern.sample`; XLA sorts the vocabulary
@@ -58,6 +58,7 @@ class Case:
         return self.shape[-1]
 
 
+SORTED = ((65536, 1024), (1048576, 64), (16384, 4096), (4096, 32768), (1, 1 << 26))
 CASES = [
     *(Case("top_k", (4096, 32768), k) for k in (1, 8, 50)),
     Case("top_k", (64, 128256), 50, "bfloat16"),
@@ -65,7 +66,7 @@ CASES = [
     Case("top_k", (32768, 256), 8),
     Case("top_k", (1, 1 << 24), 100),
     Case("top_k", (16, 262144), 256),
-    *(Case(op, shape) for op in ("sort", "argsort") for shape in ((65536, 1024), (1048576, 64), (16384, 4096))),
+    *(Case(op, shape) for op in ("sort", "argsort") for shape in SORTED),
     *(Case("bincount", (1 << 24,), bins) for bins in (256, 1 << 20)),
     Case("bincount", (1 << 24,), 256, kind="one"),
     Case("searchsorted", (1 << 24,), 1 << 20),
@@ -82,6 +83,7 @@ CPU_CASES = [
     Case("route", (1024, 64), 2, cpu=True),
 ]
 DTYPES = {"gpu": ("float32", "bfloat16"), "cpu": ("float32",)}
+CHOOSES = {"top_k": "top_k", "bincount": "bincount", "sort": "sort", "argsort": "sort"}  # the operation in `algorithms`
 QUICK = {c.name for c in (CASES[2], CASES[5], *CPU_CASES)}
 
 
@@ -163,10 +165,11 @@ def programs(cell: Cell, algorithms: bool) -> list[Program]:
     }
     ours, theirs, specs = calls[cell.op]
     found = [Program(_goals.OURS, ours, specs)]
-    if algorithms and cell.op in ("top_k", "bincount"):
-        for name in jaxkern.algorithms.names(cell.op):
-            if jaxkern.algorithms.fits(cell.op, name, **_problem(cell)):
-                found.append(Program(name, _forced(cell.op, name, ours), specs))
+    if algorithms and cell.op in CHOOSES:
+        op = CHOOSES[cell.op]
+        for name in jaxkern.algorithms.names(op):
+            if jaxkern.algorithms.fits(op, name, **_problem(cell)):
+                found.append(Program(name, _forced(op, name, ours), specs))
     return [*found, Program("xla", theirs, specs)]
 
 
@@ -179,17 +182,18 @@ def _forced(op: str, algorithm: str, call: Any) -> Any:
 
 
 def chosen_algorithm(cell: Cell) -> str | None:
-    if jax.default_backend() != "gpu" or cell.op not in ("top_k", "bincount"):
+    if jax.default_backend() != "gpu" or cell.op not in CHOOSES:
         return None
-    return jaxkern.algorithms.choose(cell.op, **_problem(cell))
+    return jaxkern.algorithms.choose(CHOOSES[cell.op], **_problem(cell))
 
 
 def _problem(cell: Cell) -> dict[str, Any]:
-    """What the plan of top_k or bincount is made for."""
+    """What a plan is made for."""
     case = cell.case
     if cell.op == "bincount":
         return dict(bins=case.number, elements=case.size, dtype="int32")
-    return dict(rows=case.size // case.width, columns=case.width, k=case.number, dtype=cell.dtype)
+    more = {"k": case.number} if cell.op == "top_k" else {}
+    return dict(rows=case.size // case.width, columns=case.width, dtype=cell.dtype, **more)
 
 
 class Inputs:

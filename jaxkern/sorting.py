@@ -142,8 +142,7 @@ def searchsorted(array: ArrayLike, x: ArrayLike, side: str = "left") -> jax.Arra
 
     Args:
         array: array of one dimension, ascending, of real numbers; NaN comes last, and -0 equals 0.
-        x: array of any shape, or a number. Both have one type after promotion; a kernel searches types of 32 bits and fewer,
-            XLA others.
+        x: array of any shape, or a number. Both have one type after promotion.
         side: "left" or "right".
 
     Returns:

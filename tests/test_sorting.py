@@ -41,6 +41,8 @@ SORTS = [
     ("network", (3, 1000), "float32", False, ("indices",)),
     ("network", (2, 4096), "bfloat16", True, ("values",)),
     ("network", (4, 33), "float8_e4m3fn", False, ("values", "indices")),
+    ("network", (3, 100), "uint64", True, ("values", "indices")),
+    ("network", (2, 1025), "float64", False, ("values", "indices")),
     ("block", (3, 500), "float32", True, ("values", "indices")),
     ("block", (2, 1), "int64", False, ("values", "indices")),
     ("block", (2, 1999), "bfloat16", False, ("values",)),
@@ -50,11 +52,13 @@ SORTS = [
     ("tiles", (1, 40001), "int16", False, ("values",)),
     ("tiles", (2, 300), "uint8", True, ("indices",)),
 ]
-SEARCHES = [("int32", 1), ("uint32", 4096), ("float32", 100003)]
+SEARCHES = [("int32", 1), ("uint32", 4096), ("float32", 100003), ("float64", 40001)]
 COUNTS = [
     ("shared", "int32", 70001, 300),
     ("shared", "uint8", 70000, 256),
     ("shared", "int64", 5000, 12288),
+    ("windows", "int32", 70001, 400),
+    ("windows", "uint16", 40000, 65000),
     ("global", "int8", 20000, 100),
     ("global", "uint16", 20000, 60000),
 ]
@@ -66,7 +70,10 @@ def sorting(algorithm, shape, dtype, descending, wanted):
 
 
 def searching(dtype, size, count, right):
-    return search.plan(device.H200, [typed((count,), dtype), typed((size,), dtype)], None, right=right)
+    """With as many threads as for many queries if the size is odd."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "MANY_QUERIES", count + 1 - size % 2)
+        return search.plan(device.H200, [typed((count,), dtype), typed((size,), dtype)], None, right=right)
 
 
 def counting(algorithm, dtype, elements, bins):
@@ -101,10 +108,10 @@ def test_search(dtype, size):
     array = rows((size,), dtype)
     array = array[order_of(array, False)]
     x = np.concatenate([rows((1500,), dtype, 1), array[:50], array[-50:]])
-    for right in (False, True):
+    for right, unaligned in ((False, False), (True, False), (True, True)):
         made = searching(dtype, size, len(x), right)
         check_limits(made, device.H200)
-        (found,) = emulated.run(made, [x, array], [(x.shape, np.int32)])
+        (found,) = emulated.run(made, [x, array], [(x.shape, np.int32)], unaligned)
         np.testing.assert_array_equal(found, np.searchsorted(array, x, "right" if right else "left"))
 
 
@@ -127,7 +134,7 @@ def test_counts(algorithm, dtype, elements, bins):
 def test_choices_and_plans():
     assert [algorithms.choose("bincount", n, 1 << 24, device=device.H200) for n in (256, 1 << 20)] == [
         "shared",
-        "global",
+        "windows",
     ]
     assert [algorithms.choose("sort", 4096, n, device=device.H200) for n in (64, 4096, 32768)] == list(
         sort_rows.ALGORITHMS
@@ -151,7 +158,7 @@ def test_choices_and_plans():
         (sort_rows.NETWORK, "SortRows<uint32_t, jaxkern::Order::kFloat, 1024, 256>", 80),
         (sort_rows.RADIX, "SortBlock<uint64_t, jaxkern::Order::kFloat, 512, 8, true>", 80),
         (sort_rows.RADIX, "SortScatter<uint32_t, jaxkern::Order::kFloat, 512, 16, true>", 90),
-        (search.HEADER, "Search<jaxkern::Order::kFloat, true>", 90),
+        (search.HEADER, "Search<uint32_t, jaxkern::Order::kFloat, true, 1024, 4>", 90),
         (count.HEADER, "CountShared<int32_t, 4, 4>", 90),
         (count.HEADER, "CountGlobal<int64_t, 2, 8>", 120),
     ],
@@ -180,6 +187,18 @@ def test_sorts(dtype):
             keys, values = jaxkern.sort_pairs(x, {"a": x, "b": places}, **how)
             same([jaxkern.sort(x, **how), keys, values["a"]], [exact] * 3)
             same([values["b"]], [np.take_along_axis(places.reshape(flat.shape), order, axis or 0)])
+
+
+@pytest.mark.parametrize(
+    "shape, axis", [((3, 0), -1), ((0, 3), 1), ((1,), 0), ((2, 1, 3), 1), ((4, 5), 0), ((0,), None)]
+)
+def test_sorts_of_few_elements(shape, axis):
+    """None, one, and equal ones, whose indices ascend either way."""
+    x = np.full(shape, np.nan, np.float32)
+    for descending in (False, True):
+        how = {"axis": axis, "descending": descending}
+        same([jaxkern.argsort(x, **how)], [np.asarray(jnp.argsort(x, stable=True, **how), np.int32)])
+        same([jaxkern.sort(x, **how)], [x])
 
 
 @pytest.mark.parametrize("algorithm, shape, dtype, descending, wanted", SORTS)

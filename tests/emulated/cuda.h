@@ -156,6 +156,10 @@ template <class T> T Unfused(T x) {  // the compiler cannot see where it comes f
   return y;
 }
 inline float __fmul_rn(float a, float b) { return Unfused(a * b); }
+inline float __fadd_rn(float a, float b) {  // NaN as a GPU makes it
+  const float sum = Unfused(a + b);
+  return sum == sum ? sum : __uint_as_float(0x7fffffff);
+}
 inline double __dmul_rn(double a, double b) { return Unfused(a * b); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t bits) {
   return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (bits & 31));

@@ -17,6 +17,7 @@ template <class Bits, Order kOrder> __device__ __forceinline__ Key<Bits> ToKey(B
   const Key<Bits> b = bits;
   if constexpr (kOrder == Order::kUnsigned) return b;
   else if constexpr (kOrder == Order::kSigned) return b ^ kSign;
+  else if constexpr (sizeof(Bits) == 4) return b ^ (static_cast<uint32_t>(static_cast<int32_t>(b) >> 31) | kSign);
   else return b & kSign ? b ^ kAll : b | kSign;
 }
 template <class Bits, Order kOrder> __device__ __forceinline__ Bits FromKey(Key<Bits> key) {
@@ -28,6 +29,10 @@ template <class Bits, Order kOrder> __device__ __forceinline__ Bits FromKey(Key<
 
 // As ToKey, in the order of a sort: -0 equals 0, and NaN, whose magnitude is greater than `largest`, is the greatest number.
 template <class Bits, Order kOrder> __device__ __forceinline__ Key<Bits> SortKey(Bits bits, Key<Bits> largest) {
+  if constexpr (kOrder == Order::kFloat && sizeof(Bits) == 4) {
+    // A sum with 0 has the bits that are wanted: -0 + 0 is 0, and every NaN becomes the one with all bits set but its sign.
+    return ToKey<Bits, kOrder>(__float_as_uint(__fadd_rn(__uint_as_float(bits), 0.0f)));
+  }
   if constexpr (kOrder == Order::kFloat) {
     const Key<Bits> magnitude = bits & ((Key<Bits>{1} << (8 * sizeof(Bits) - 1)) - 1);
     if (magnitude == 0) return ToKey<Bits, kOrder>(0);

@@ -43,8 +43,9 @@ template <class Bits, Order kOrder> struct SortDigit {
 };
 
 // Shared memory of a tile.
-template <class Bits, int kThreads, int kItems> struct SortShared {
+template <class Bits, int kThreads, int kItems> struct alignas(16) SortShared {
   static constexpr int kWarps = kThreads / kWarp, kTile = kThreads * kItems;
+  static_assert(kSortOwners == 4 * kWarp);
   union {
     uint32_t peers[kWarps][kSortDigits];  // while an item is ranked: mask of the warp's lanes that have the digit
     Bits keys[kTile];                     // after ranking, in order
@@ -83,8 +84,9 @@ template <int kItems, class Shared, class Digit> __device__ __forceinline__ void
   constexpr int kWarps = Shared::kWarps;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   // A warp's tables are private until it has ranked all its items.
-  for (int i = lane; i < kSortDigits; i += kWarp) s.peers[warp][i] = 0;
-  for (int i = lane; i < kSortOwners; i += kWarp) s.ranks[warp][i] = 0;
+#pragma unroll
+  for (int i = 0; i < kSortDigits / 4; i += kWarp) reinterpret_cast<uint4*>(s.peers[warp])[i + lane] = {0, 0, 0, 0};
+  reinterpret_cast<uint4*>(s.ranks[warp])[lane] = {0, 0, 0, 0};
   __syncwarp();
   const uint32_t below = (1u << lane) - 1, above = ~below << 1;
 #pragma unroll
@@ -212,7 +214,8 @@ template <class Bits, Order kOrder, int kThreads, int kItems> __global__ void __
 }
 
 template <class Bits, Order kOrder, int kThreads, int kItems, bool kColumns>
-__global__ void __launch_bounds__(kThreads, 2) SortScatter(const __grid_constant__ SortArgs a) {
+__global__ void __launch_bounds__(kThreads, (kItems * sizeof(Bits) <= 32 ? 1536 : 1024) / kThreads)
+    SortScatter(const __grid_constant__ SortArgs a) {
   static_assert(kThreads >= kSortOwners && kThreads * kItems < 1 << 16);
   __shared__ SortShared<Bits, kThreads, kItems> s;
   const uint32_t row = blockIdx.x / a.tiles, tile = blockIdx.x - row * a.tiles;

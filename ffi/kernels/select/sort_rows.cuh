@@ -17,20 +17,48 @@ struct SortRowsArgs {
   const void* x;      // [rows, width]
   void* values;       // [rows, width], or null
   uint32_t* indices;  // [rows, width], or null
+  uint64_t largest;   // of SortKey
+  uint64_t flipped;   // all bits set to sort in descending order, otherwise 0
   uint32_t rows, width;
-  uint32_t largest;  // of SortKey
-  uint32_t flipped;  // ~0 to sort in descending order, otherwise 0
 };
 
 constexpr uint32_t kSortOwn = 8;
 
-__device__ __forceinline__ void Exchange(uint64_t& a, uint64_t& b, bool ascending) {
-  const uint64_t low = a < b ? a : b, high = a < b ? b : a;
-  a = ascending ? low : high, b = ascending ? high : low;
+// A key and its column, in the order of both.
+template <class Key> struct SortItem {
+  Key key;
+  uint32_t column;
+  __device__ __forceinline__ uint32_t Column() const { return column; }
+  __device__ __forceinline__ bool operator<(const SortItem& other) const {
+    return key < other.key || (key == other.key && column < other.column);
+  }
+  __device__ __forceinline__ SortItem OfLane(uint32_t away) const {
+    return {__shfl_xor_sync(~0u, key, away), __shfl_xor_sync(~0u, column, away)};
+  }
+};
+template <> struct SortItem<uint32_t> {
+  uint64_t both;
+  SortItem() = default;
+  __device__ __forceinline__ SortItem(uint32_t key, uint32_t column)
+      : both(static_cast<uint64_t>(key) << 32 | column) {}
+  __device__ __forceinline__ uint32_t Column() const { return static_cast<uint32_t>(both); }
+  __device__ __forceinline__ bool operator<(const SortItem& other) const { return both < other.both; }
+  __device__ __forceinline__ SortItem OfLane(uint32_t away) const {
+    SortItem other;
+    other.both = __shfl_xor_sync(~0u, both, away);
+    return other;
+  }
+};
+
+template <class Item> __device__ __forceinline__ void Exchange(Item& a, Item& b, bool ascending) {
+  const bool swaps = (b < a) == ascending;  // two items that are equal are both padding
+  const Item first = swaps ? b : a;
+  b = swaps ? a : b, a = first;
 }
 
 // Elements `apart`, 4 or less, in the registers of a thread.
-template <uint32_t kApart> __device__ __forceinline__ void ExchangeOwn(uint64_t (&own)[kSortOwn], bool ascending) {
+template <uint32_t kApart, class Item>
+__device__ __forceinline__ void ExchangeOwn(Item (&own)[kSortOwn], bool ascending) {
 #pragma unroll
   for (uint32_t i = 0; i < kSortOwn; ++i) {
     if (!(i & kApart)) Exchange(own[i], own[i | kApart], ascending);
@@ -40,21 +68,23 @@ template <uint32_t kApart> __device__ __forceinline__ void ExchangeOwn(uint64_t 
 // kThreads: of a block, which has kThreads * 8 / kWidth rows.
 template <class Bits, Order kOrder, uint32_t kWidth, uint32_t kThreads> __global__ void __launch_bounds__(kThreads)
     SortRows(const __grid_constant__ SortRowsArgs a) {
+  using Item = SortItem<Key<Bits> >;
   constexpr uint32_t kOfRow = kWidth / kSortOwn;
-  __shared__ uint64_t held[kThreads * (kSortOwn + 1)];
+  __shared__ Item held[kThreads * (kSortOwn + 1)];
   const uint32_t t = threadIdx.x % kOfRow, row = blockIdx.x * (kThreads / kOfRow) + threadIdx.x / kOfRow;
   const uint32_t begin = threadIdx.x / kOfRow * kWidth, first = t * kSortOwn;
   const bool exists = row < a.rows;
   const Bits* x = static_cast<const Bits*>(a.x) + static_cast<int64_t>(row) * a.width;
   auto place = [&](uint32_t at) { return begin + at + (begin + at) / kSortOwn; };  // threads do not share a bank
 
-  uint64_t own[kSortOwn];  // elements [first, first + 8) of the network, whose order at the start is of no importance
+  Item own[kSortOwn];  // elements [first, first + 8) of the network, whose order at the start is of no importance
 #pragma unroll
   for (uint32_t i = 0; i < kSortOwn; ++i) {
     const uint32_t column = i * kOfRow + t;
-    own[i] = ~uint64_t{0};
+    own[i] = {static_cast<Key<Bits> >(~uint64_t{0}), ~0u};
     if (exists && column < a.width) {
-      own[i] = static_cast<uint64_t>(SortKey<Bits, kOrder>(x[column], a.largest) ^ a.flipped) << 32 | column;
+      const Key<Bits> key = SortKey<Bits, kOrder>(x[column], static_cast<Key<Bits> >(a.largest));
+      own[i] = {key ^ static_cast<Key<Bits> >(a.flipped), column};
     }
   }
   // Runs of 2, 4 and 8.
@@ -84,9 +114,9 @@ template <class Bits, Order kOrder, uint32_t kWidth, uint32_t kThreads> __global
       }
 #pragma unroll
       for (uint32_t i = 0; i < kSortOwn; ++i) {
-        uint64_t other;
+        Item other;
         if (kWidth > 32 * kSortOwn && apart >= 32 * kSortOwn) other = held[place((first ^ apart) + i)];
-        else other = __shfl_xor_sync(~0u, own[i], apart / kSortOwn);
+        else other = own[i].OfLane(apart / kSortOwn);
         if ((other < own[i]) == lower) own[i] = other;
       }
     }
@@ -103,7 +133,7 @@ template <class Bits, Order kOrder, uint32_t kWidth, uint32_t kThreads> __global
   for (uint32_t i = 0; i < kSortOwn; ++i) {
     const uint32_t at = i * kOfRow + t;
     if (at < a.width) {
-      const auto column = static_cast<uint32_t>(held[place(at)]);
+      const auto column = held[place(at)].Column();
       if (a.values) static_cast<Bits*>(a.values)[to + at] = x[column];
       if (a.indices) a.indices[to + at] = column;
     }

@@ -18,12 +18,18 @@ from jaxkern._core.device import H200
 from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, set_zero_jvp
 from jaxkern._core.signature import FLAT, Signature, primitive
+from jaxkern._ops.indexing.sort import Scratch
+from jaxkern._ops.select import sort_rows
 
 HEADER = "select/count.cuh"
 ARGS = Params(HEADER, "CountArgs")
-ALGORITHMS = ("shared", "global")
+ALGORITHMS = ("shared", "global", "windows")
 DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 THREADS, SHARED_BINS, RESIDENT = 512, 12288, 4
+WINDOW_BITS, MOST_WINDOW_BITS = 12, 13  # log2 of the bins in a window
+# From so many elements on, sorting them by window is faster than adding each to the result. 2^24 into 2^20, us on an H100: 191 instead of
+# 226, and 211 instead of 491 if all are equal.
+WINDOWS_ELEMENTS = 1 << 24
 # Not measured: each block adds all its bins to the result, and so must count more elements than bins.
 ELEMENTS_OF_BIN = 4
 
@@ -39,6 +45,8 @@ class Problem(typing.NamedTuple):
 def fits(algorithm: str, p: Problem, device=None) -> bool:
     del device
     exists = p.dtype in DTYPES and 0 < p.bins < 2**31 and 0 < p.elements < 2**31
+    if algorithm == "windows":
+        return exists and p.bins <= sort_rows.DIGITS << MOST_WINDOW_BITS
     return exists and (algorithm == "global" or (algorithm == "shared" and p.bins <= SHARED_BINS))
 
 
@@ -47,6 +55,8 @@ def choose(p: Problem, device=None) -> str | None:
     blocks = min(RESIDENT * (device or H200).sm_count, ceil_div(p.elements, THREADS * 16))
     if fits("shared", p) and p.bins * blocks * ELEMENTS_OF_BIN <= max(p.elements, 2**16):
         return "shared"
+    if fits("windows", p) and p.bins > SHARED_BINS and p.elements >= WINDOWS_ELEMENTS:
+        return "windows"
     return "global" if fits("global", p) else None
 
 
@@ -62,7 +72,25 @@ def plan(device, operands, results, *, bins) -> launch.Plan | None:
     algorithm = None if forced == "xla" else algorithms.pick("bincount", forced, p, device)
     if algorithm is None:
         return None
-    args = [ARGS(x=launch.operand(0), result=launch.result(0), count=p.elements, bins=bins)]
+    shift = max(WINDOW_BITS, (bins - 1).bit_length() - 8)
+    scratch, x_in, sorted_first = Scratch(), launch.operand(0), []
+    if algorithm == "windows":
+        rows = sort_rows.Problem(1, p.elements, x.dtype.name)
+        counts, x_in = scratch.take(sort_rows.counts_bytes(rows)), scratch.take(p.elements * x.dtype.itemsize)
+        sorted_first = sort_rows.digit_pass(
+            rows,
+            f"uint{8 * x.dtype.itemsize}_t, jaxkern::Order::kUnsigned",
+            counts,
+            keys_in=launch.operand(0),
+            columns_in=launch.null,
+            keys_out=x_in,
+            columns_out=launch.null,
+            largest=0,
+            flipped=0,
+            width=p.elements,
+            shift=min(shift, 8 * (x.dtype.itemsize - 1)),
+        )
+    args = [ARGS(x=x_in, result=launch.result(0), count=p.elements, bins=bins, shift=shift)]
 
     def steps(vectors):
         vector = 16 // x.dtype.itemsize
@@ -70,9 +98,10 @@ def plan(device, operands, results, *, bins) -> launch.Plan | None:
         packs = max(1, 16 // vector)
         blocks = min(RESIDENT * device.sm_count, ceil_div(p.elements, THREADS * vector * packs))
         name = f"Count{algorithm.capitalize()}<{x.dtype.name}_t, {vector}, {packs}>"
-        return (launch.Memset(launch.result(0), 4 * bins), launch.Launch(HEADER, name, args, blocks, THREADS))
+        memset = launch.Memset(launch.result(0), 4 * bins)
+        return (memset, *sorted_first, launch.Launch(HEADER, name, args, blocks, THREADS))
 
-    return launch.Plan(algorithm, steps(True), unaligned=steps(False))
+    return launch.Plan(algorithm, steps(True), scratch.bytes, unaligned=steps(False))
 
 
 # ---- the primitive

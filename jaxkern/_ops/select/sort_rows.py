@@ -10,7 +10,6 @@ import sys
 import typing
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxkern._core import algorithms, compat, launch
@@ -20,25 +19,25 @@ from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.signature import FLAT, Signature, local, primitive
 from jaxkern._ops.indexing.sort import Scratch, scan_counts
 from jaxkern._ops.select import top_k
-from jaxkern._ops.select.top_k import element, gathered
+from jaxkern._ops.select.top_k import element, gathered, largest
 
 NETWORK, RADIX = "select/sort_rows.cuh", "select/radix.cuh"
 ARGS, RADIX_ARGS = Params(NETWORK, "SortRowsArgs"), Params(RADIX, "SortArgs")
 ALGORITHMS = ("network", "block", "tiles")
 DTYPES = (*top_k.DTYPES, "float64", "int64", "uint64")
-WIDTH, THREADS, OWN = 4096, 256, 8  # of the network
+WIDTH, WIDTH_8, THREADS, OWN = 4096, 2048, 256, 8  # of the network; for keys of 8 bytes
 DIGITS = 256
 # (threads, keys of a thread) of SortBlock. Keys of 8 bytes have no room in the last one.
 BLOCKS = ((128, 4), (128, 8), (256, 8), (256, 16), (512, 8), (512, 16))
 # Of tiles, for sorts of few keys, of many, and of many that have 8 bytes.
 SMALL, LARGE, LARGE_8 = (512, 4), (512, 16), (512, 8)
-# From so many keys on, large tiles are enough for all multiprocessors. Not measured.
-MANY = 1 << 21
+# From so many keys on, tiles are large. 2^20 float32, us on an H100: 139 in large tiles, 151 in small ones; 2^22: 182 and 214.
+MANY = 1 << 20
 # Up to so many tiles in a row, each block adds up their counts itself.
 UNSCANNED = 16
-# Rows up to this width are sorted by the network. 2^26 float32 in rows of 256 / 512, us on an H100: network 1181 / 1332, block
-# 2870 / 1131; with indices 972 / 1318 and 3116 / 1290.
-NETWORK_WIDTH = 256
+# Rows up to this width are sorted by the network; the first for keys of 4 bytes. us on an H100, network / block: 2^26 float32 in rows of
+# 256 719 / 2787, of 512 1064 / 1120, of 1024 1655 / 960; bfloat16 of 512 1093 / 582; 2^24 float64 of 256 564 / 1537, of 512 1024 / 655.
+NETWORK_WIDTH, NETWORK_WIDTH_OTHER = 512, 256
 
 
 class Problem(typing.NamedTuple):
@@ -66,7 +65,7 @@ def fits(algorithm: str, p: Problem, device=None) -> bool:
     if p.dtype not in DTYPES or not 0 < p.columns < 2**31 or not 0 < p.rows < 2**31:
         return False
     if algorithm == "network":
-        return p.dtype in top_k.DTYPES and p.columns <= WIDTH
+        return p.columns <= (WIDTH_8 if jnp.dtype(p.dtype).itemsize == 8 else WIDTH)
     if algorithm == "block":
         return _block(p.columns, jnp.dtype(p.dtype).itemsize) is not None
     tiles = ceil_div(p.columns, math.prod(_tile(p)))
@@ -81,7 +80,8 @@ def fits(algorithm: str, p: Problem, device=None) -> bool:
 
 def choose(p: Problem, device=None) -> str | None:
     """The algorithm; None: XLA."""
-    if p.columns <= NETWORK_WIDTH and fits("network", p):
+    width = NETWORK_WIDTH if jnp.dtype(p.dtype).itemsize == 4 else NETWORK_WIDTH_OTHER
+    if p.columns <= width and fits("network", p):
         return "network"
     return next((name for name in ("block", "tiles") if fits(name, p, device)), None)
 
@@ -100,14 +100,13 @@ def plan(device, operands, results, *, descending, wanted) -> launch.Plan | None
     if algorithm is None:
         return None
     outputs = {n: launch.result(wanted.index(n)) if n in wanted else launch.null for n in ("values", "indices")}
-    largest = _largest(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else 0
     if algorithm == "network":
-        return _network(p, x.dtype, outputs, largest, descending)
-    order = {"largest": largest, "flipped": 2**64 - 1 if descending else 0, "width": columns}
+        return _network(p, x.dtype, outputs, descending)
+    order = {"largest": largest(x.dtype), "flipped": 2**64 - 1 if descending else 0, "width": columns}
     return (_in_block if algorithm == "block" else _in_tiles)(p, x.dtype, outputs, order)
 
 
-def _network(p, dtype, outputs, largest, descending):
+def _network(p, dtype, outputs, descending):
     width = max(OWN, 1 << (p.columns - 1).bit_length())
     threads = max(THREADS, width // OWN)
     args = ARGS(
@@ -115,8 +114,8 @@ def _network(p, dtype, outputs, largest, descending):
         **outputs,
         rows=p.rows,
         width=p.columns,
-        largest=largest,
-        flipped=2**32 - 1 if descending else 0,
+        largest=largest(dtype),
+        flipped=2**64 - 1 if descending else 0,
     )
     name = f"SortRows<{element(dtype)}, {width}, {threads}>"
     return launch.Plan(
@@ -141,11 +140,29 @@ def _in_block(p, dtype, outputs, order):
     return launch.Plan("block", (launch.Launch(RADIX, name, [args], p.rows, threads),))
 
 
-def _in_tiles(p, dtype, outputs, order):
-    (threads, own), passes, scratch, count = _tile(p), dtype.itemsize, Scratch(), p.rows * p.columns
+def counts_bytes(p: Problem) -> int:
+    """The size of the counts of `digit_pass`."""
+    return 4 * p.rows * (ceil_div(p.columns, math.prod(_tile(p))) + 1) * DIGITS
+
+
+def digit_pass(p: Problem, element: str, counts, *, columns_out, **members) -> list[launch.Launch]:
+    """The launches of one pass over all tiles, of keys as `element` names them; members: of SortArgs."""
+    threads, own = _tile(p)
     tiles = ceil_div(p.columns, threads * own)
-    scanned, columns = tiles > UNSCANNED, outputs["indices"] != launch.null
-    counts = scratch.take(4 * p.rows * (tiles + 1) * DIGITS)
+    scanned = tiles > UNSCANNED
+    args = [RADIX_ARGS(counts=counts, tiles=tiles, scanned=scanned, columns_out=columns_out, **members)]
+    of = f"<{element}, {threads}, {own}"
+    columns = _boolean(columns_out != launch.null)
+    return [
+        launch.Launch(RADIX, f"SortCount{of}>", args, p.rows * tiles, threads),
+        *([scan_counts(counts, tiles, DIGITS, p.rows)] if scanned else []),
+        launch.Launch(RADIX, f"SortScatter{of}, {columns}>", args, p.rows * tiles, threads),
+    ]
+
+
+def _in_tiles(p, dtype, outputs, order):
+    passes, scratch, count, columns = dtype.itemsize, Scratch(), p.rows * p.columns, outputs["indices"] != launch.null
+    counts = scratch.take(counts_bytes(p))
 
     def targets(last, size):
         """Where each pass writes: to the result last, and to it and a spare buffer by turns before that."""
@@ -156,35 +173,14 @@ def _in_tiles(p, dtype, outputs, order):
     keys_in, columns_in, steps = launch.operand(0), launch.null, []
     columns_out = targets(outputs["indices"], 4) if columns else [launch.null] * passes
     for n, (keys, indices) in enumerate(zip(targets(outputs["values"], dtype.itemsize), columns_out, strict=True)):
-        args = RADIX_ARGS(
-            keys_in=keys_in,
-            columns_in=columns_in,
-            keys_out=keys,
-            columns_out=indices,
-            counts=counts,
-            tiles=tiles,
-            shift=8 * n,
-            scanned=scanned,
-            **order,
-        )
-        of = f"<{element(dtype)}, {threads}, {own}"
-        steps.append(launch.Launch(RADIX, f"SortCount{of}>", [args], p.rows * tiles, threads))
-        if scanned:
-            steps.append(scan_counts(counts, tiles, DIGITS, p.rows))
-        steps.append(launch.Launch(RADIX, f"SortScatter{of}, {_boolean(columns)}>", [args], p.rows * tiles, threads))
+        moved = {"keys_in": keys_in, "columns_in": columns_in, "keys_out": keys, "columns_out": indices}
+        steps += digit_pass(p, element(dtype), counts, **moved, shift=8 * n, **order)
         keys_in, columns_in = keys, indices
     return launch.Plan("tiles", tuple(steps), scratch.bytes)
 
 
 def _boolean(value) -> str:
     return "true" if value else "false"
-
-
-def _largest(dtype) -> int:
-    """The bits of the largest number that is not NaN."""
-    most = np.array(np.inf, dtype)
-    most = most if np.isinf(most) else np.array(jnp.finfo(dtype).max, dtype)
-    return int(most.view(f"uint{8 * dtype.itemsize}"))
 
 
 # ---- the primitive

@@ -11,6 +11,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxkern._core import algorithms, compat, launch, validate
@@ -72,6 +73,15 @@ def element(dtype) -> str:
     """An element as kernels read it: its bits, and their order."""
     order = "Float" if jnp.issubdtype(dtype, jnp.floating) else "Signed" if dtype.kind == "i" else "Unsigned"
     return f"uint{8 * dtype.itemsize}_t, jaxkern::Order::k{order}"
+
+
+def largest(dtype) -> int:
+    """The bits of the largest number that is not NaN; 0 for types without NaN."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return 0
+    most = np.array(np.inf, dtype)
+    most = most if np.isinf(most) else np.array(jnp.finfo(dtype).max, dtype)
+    return int(most.view(f"uint{8 * dtype.itemsize}"))
 
 
 algorithms.register(sys.modules[__name__], "top_k")
