@@ -30,6 +30,7 @@ OPERATIONS = (
     "index_add",
     "scatter",
     "select",
+    "selected",
     "segment_softmax",
     "messages",
     "sparse",

@@ -24,6 +24,7 @@ FAMILIES = {
     "index_add": "index_add, segments",
     "scatter": "scatters",
     "select": "selection, sorts, counts",
+    "selected": "programs that select",
     "segment_softmax": "segment_softmax",
     "messages": "messages",
     "sparse": "bags, experts, graphs",

@@ -105,10 +105,10 @@ def algorithms() -> str:
 
 
 def gate(name: str) -> str:
-    """A constant of jaxkern/_accelerate/gate.py."""
-    from jaxkern._accelerate import gate
+    """A constant of jaxkern/_accelerate/gate.py or selection_gate.py."""
+    from jaxkern._accelerate import gate, selection_gate
 
-    value = getattr(gate, name)
+    value = getattr(gate, name) if hasattr(gate, name) else getattr(selection_gate, name)
     return value if isinstance(value, str) else f"{value:,}".replace(",", " ")
 
 

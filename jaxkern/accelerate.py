@@ -19,7 +19,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern._accelerate import cumulative, functions, loops, replace, rows, rules
+from jaxkern._accelerate import cumulative, functions, loops, passes, replace, rules
 from jaxkern._core import arrays, compat, decisions, package, switch, validate
 from jaxkern._core.decisions import Decision, Explanation
 from jaxkern._core.switch import Settings
@@ -65,6 +65,11 @@ class accelerate(contextlib.ContextDecorator):
     * "associative_scan": `jax.lax.associative_scan` of a function that is elementwise over lanes
     * "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp": `jnp.cumsum`, `jnp.cumprod`, and the functions of these
       names in `jax.lax`
+    * "top_k": `jax.lax.top_k`, `jax.lax.approx_max_k`, `jax.lax.approx_min_k`
+    * "sort": `jnp.sort`, `jnp.argsort` and `jax.lax.sort` by one key; where only some elements at an end are used, a
+      selection in place of the sort: `jnp.sort(x)[..., :k]`, `jnp.argsort(-x)[:k]`, `jnp.median`, `jnp.percentile`
+    * "searchsorted": `jnp.searchsorted` and `jnp.digitize`, in one array
+    * "bincount": scatter-adds of one number: `jnp.bincount`, `jnp.histogram`, `x.at[ids].add(1)`
     * "rows": what a program computes with rows by `jnp.mean`, `jnp.sum`, `jnp.max`: norms, masked softmax, losses, and
       their gradients
 
@@ -94,13 +99,14 @@ class accelerate(contextlib.ContextDecorator):
         tune: with "rows" in `only`, the GPU times each region of rows once, as XLA runs it and as one kernel, while a program
             that has it is compiled. These times decide in place of estimates. They are kept in the cache folder.
 
-    Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. Sums of rows of more than
-    60 bytes have the same bits in every run, with `deterministic` all sums that are taken. Otherwise results differ
-    only in these cases: the gradient of a softmax is 0 where the softmax is 0, even if a cotangent is infinite or
-    NaN; the loss or the gradient of a row of logits that holds +inf may be inf or NaN where optax has NaN or 0; if a
-    program converts logits from bfloat16 to float32 for `optax.softmax_cross_entropy_with_integer_labels`, their
-    float32 gradient has the precision of bfloat16; and False times an infinity or NaN is NaN, as in eager JAX, where
-    XLA may compile the product as a select.
+    Selections, sorts, searches and counts have the bits of plain JAX, and equal elements its order where JAX says which
+    that is (not so in `jax.lax.approx_max_k` and with `is_stable=False`). Other results differ by rounding. Sums of 16-bit
+    numbers are made in float32. Sums of rows of more than 60 bytes have the same bits in every run, with `deterministic`
+    all sums that are taken. Otherwise results differ only in these cases: the gradient of a softmax is 0 where the softmax
+    is 0, even if a cotangent is infinite or NaN; the loss or the gradient of a row of logits that holds +inf may be inf or
+    NaN where optax has NaN or 0; if a program converts logits from bfloat16 to float32 for
+    `optax.softmax_cross_entropy_with_integer_labels`, their float32 gradient has the precision of bfloat16; and False times
+    an infinity or NaN is NaN, as in eager JAX, where XLA may compile the product as a select.
 
     Raises:
         ValueError: a name is unknown, or `check` is negative.
@@ -353,7 +359,7 @@ def _register(platform):
     rules.register(platform)
     loops.register(platform)
     cumulative.register(platform)
-    rows.register()
+    passes.register()
 
 
 @contextlib.contextmanager

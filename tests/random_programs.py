@@ -162,8 +162,10 @@ class Program:
         return i % jnp.asarray(max(min(rows, jnp.iinfo(i.dtype).max), 1), i.dtype)
 
     def _step(self, rng):
-        kind = rng.integers(15)
+        kind = rng.integers(16)
         x = self._pick(rng)
+        if kind == 15:
+            return self._selected(rng, x)
         if kind > 11:  # a message
             x = self._gather(rng, self.any(self.pool[:2], rng))
             return None if x is None else self._binary(rng, self._bounded(x))
@@ -283,6 +285,29 @@ class Program:
         if kind == 8 and x.ndim:
             return x.sum(-1).astype(x.dtype) if x.dtype != jnp.bool_ else x.any(-1)
         return x.squeeze()
+
+    def _selected(self, rng, x):
+        """Sorted or counted elements, or where they were; of some sorts few elements."""
+        if x.ndim == 0 or 0 in x.shape:
+            return None
+        axis, kind = int(rng.integers(x.ndim)), rng.integers(7)
+        k = int(rng.integers(1, x.shape[axis] + 1))
+        first = lambda y: lax.slice_in_dim(y, 0, k, axis=axis)
+        last = lambda y: lax.slice_in_dim(y, y.shape[axis] - k, None, axis=axis)
+        if kind == 0:
+            return jnp.moveaxis(lax.top_k(jnp.moveaxis(x, axis, -1), k)[rng.integers(2)], -1, axis)
+        if kind < 3:
+            y = jnp.sort(x, axis) if rng.integers(2) else jnp.argsort(x, axis, descending=bool(rng.integers(2)))
+            return self.any((lambda y: y, first, last, lambda y: first(jnp.flip(y, axis)), lambda y: last(-y)), rng)(
+                y * 1
+            )
+        if kind == 3:
+            return self.any(lax.sort([x, lax.rev(x, (axis,))], dimension=axis, num_keys=1), rng)
+        if kind == 4:
+            return jnp.searchsorted(jnp.sort(x.reshape(-1)), x, side=self.any(("left", "right"), rng))
+        i = self._index(rng, self.sizes[0] or 3)
+        zeros = jnp.zeros(self.sizes[0] or 3, self.any((jnp.int32, jnp.float32, jnp.uint8), rng))
+        return zeros.at[i].add(int(rng.integers(1, 3)), mode=self.any((None, "drop", "clip"), rng))
 
     def _where(self, rng, x):
         y = self._fits(rng, x)

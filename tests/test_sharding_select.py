@@ -1,8 +1,10 @@
 """top_k of arrays spread over several devices: as in test_sharding.py."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from accelerated import PLATFORM
 from jax.sharding import PartitionSpec as P
 from sharding import check, mesh, put, several, split_by
 from test_select import rows, same, wanted
@@ -67,3 +69,34 @@ def test_explicit():
     with jax.set_mesh(m):
         (part,) = put(m, (x,), (P("r", "c"),))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), jax.jit(g)(part), exact)
+
+
+PLAIN = {  # name: (f, the messages that the plain program does not send)
+    "selections": (lambda x: (jax.lax.top_k(x, 3), jnp.sort(x)[:, -2:], jnp.median(x, -1)), {}),
+    "sorts": (lambda x: (jnp.argsort(x), jnp.sort(x, descending=True)), {}),
+    "counts": (lambda x: jnp.zeros(40, jnp.int32).at[x[:, 0].astype(jnp.int32)].add(1), {"all-reduce": 40}),
+}
+
+
+@several
+@pytest.mark.parametrize(
+    "name, place",
+    # On explicit meshes JAX refuses the scatter.
+    [(n, place) for n in PLAIN for place in ("Auto", "Explicit", "shard_map") if (n, place) != ("counts", "Explicit")],
+)
+def test_accelerate(name, place):
+    """Programs that are split over rows send no more than plain ones, and are taken."""
+    (f, listed), x = PLAIN[name], rows((16, 64), "int32").astype(np.float32)
+    exact, m = jax.jit(f)(x), mesh("Explicit" if place == "Explicit" else "Auto")
+    with jax.set_mesh(m), jaxkern.accelerate(only=("top_k", "sort", "bincount"), force=True):
+        (part,) = put(m, (x,), (P(("r", "c")),))
+        if place == "shard_map":
+            out = P() if name == "counts" else P(("r", "c"))
+            own = f if name != "counts" else lambda x: jax.lax.psum(f(x), ("r", "c"))
+            g = jax.jit(jax.shard_map(own, mesh=m, in_specs=P(("r", "c")), out_specs=out))
+        else:
+            g = jax.jit(f)
+        compiled = g.lower(part).compile()
+        assert jaxkern.explain(g, PLATFORM)(part).taken
+        same(jax.tree.leaves(compiled(part)), jax.tree.leaves(exact))
+        check(compiled.as_text(), listed)

@@ -17,9 +17,11 @@ from jaxkern._core import registry, switch
 SHAPES = """
 big, rows, half = spec((8192, 4096)), spec((4096, 1024)), spec((8192, 1024), jnp.bfloat16)
 table, ids, updates = spec((50000, 128), jnp.bfloat16), spec((60000,), jnp.int32), spec((60000, 128), jnp.bfloat16)
+many = spec((1 << 22,), jnp.int32)
 square = lambda f: jax.grad(lambda *a: jnp.square(f(*a)).sum().astype(jnp.float32))
 """
 
+SELECTIONS = ("top_k", "approx_max_k", "approx_min_k")
 ROWS = {
     "pass": {
         "jax.nn.logsumexp": ("logsumexp", "f, arguments = lambda x: jax.nn.logsumexp(x, 1), (big,)"),
@@ -89,6 +91,17 @@ ROWS = {
             f"jax.lax.{name}": (name, f"f, arguments = lambda x: jax.lax.{name}(x, 1, reverse=True), (big,)")
             for name in switch.CUMULATIVE
         },
+        **{f"jax.lax.{n}": ("top_k", f"f, arguments = lambda x: jax.lax.{n}(x, 8), (big,)") for n in SELECTIONS},
+        **{
+            f"jnp.{n}": ("sort", f"f, arguments = lambda x: jnp.{n}(x, axis=1), (rows,)")
+            for n in ("sort", "argsort", "median")
+        },
+        "jnp.percentile": ("sort", "f, arguments = lambda x: jnp.percentile(x, 98, axis=1), (big,)"),
+        "jax.lax.sort": ("sort", "f, arguments = lambda x: jax.lax.sort([x, x * x], num_keys=1), (rows,)"),
+        "jnp.searchsorted": ("searchsorted", "f, arguments = lambda x: jnp.searchsorted(x[0], x), (big,)"),
+        "jnp.digitize": ("searchsorted", "f, arguments = lambda x: jnp.digitize(x, x[0]), (big,)"),
+        "jnp.bincount": ("bincount", "f, arguments = lambda i: jnp.bincount(i, length=64), (many,)"),
+        "jnp.histogram": ("bincount", "f, arguments = lambda x: jnp.histogram(x, 64), (rows,)"),
         "jax.nn.softmax": (
             "softmax",
             "f, arguments = jax.grad(lambda x, v: jnp.square(jax.nn.softmax(x) @ v).sum()), (rows, spec((1024, 64)))",

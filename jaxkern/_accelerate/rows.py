@@ -353,14 +353,3 @@ def _estimated(function, gpu):
         return None, "nothing is computed"
     found = planning.plan(gpu, function.avals, outputs, function=function)
     return (None, "no kernel of the row engine takes it") if found is None else (cost.estimate(core, found, gpu), "")
-
-
-_hooked: list = []
-
-
-def register() -> None:
-    """Puts the pass in place. It changes nothing where nothing is switched on."""
-    if not _hooked:
-        _hooked.append(True)
-        if not compat_rewriting.rewrite_jaxprs(rewrite):
-            compat.warn_once("jaxkern.accelerate: this version of JAX lowers jaxprs elsewhere, so rows stay with XLA")

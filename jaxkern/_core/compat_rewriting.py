@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import pathlib
 
 import jax
@@ -62,6 +63,12 @@ def _is_users(frame) -> bool:
     from jax._src import source_info_util
 
     return source_info_util.is_user_filename(frame[0]) and not frame[0].startswith(_PACKAGE)
+
+
+def is_of_jax(jaxpr) -> bool:
+    """Whether a jaxpr is a trace of a function that JAX itself defines."""
+    where = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
+    return str(pathlib.Path(jax.__file__).parent) + os.sep in where
 
 
 def runs_anywhere(equation) -> bool:

@@ -37,6 +37,11 @@ TAKEN = {
     "cumlogsumexp": "`jax.lax.cumlogsumexp`",
     "rows": "what a program computes with rows by `jnp.mean`, `jnp.sum` and `jnp.max`: norms, masked softmax, losses, and their "
     "gradients",
+    "top_k": "`jax.lax.top_k`, `jax.lax.approx_max_k`, `jax.lax.approx_min_k`",
+    "sort": "`jnp.sort`, `jnp.argsort`, `jax.lax.sort` by one key; a selection where only some elements at an end are used, as in "
+    "`jnp.median` and `jnp.percentile`",
+    "searchsorted": "`jnp.searchsorted` and `jnp.digitize`, in one array",
+    "bincount": "scatter-adds of one number: `jnp.bincount`, `jnp.histogram`",
     "while_loop": "while loops in which each lane stops on its own: under `jax.vmap`, or with `jnp.any` over lanes as condition",
 }
 OPERATIONS = tuple(TAKEN)
@@ -102,10 +107,15 @@ def in_own_code() -> bool:
     return getattr(_local, "depth", 0) > 0
 
 
+def is_on(*operations) -> bool:
+    """Whether one of these operations is switched on."""
+    settings = current()
+    return settings is not None and not settings.operations.isdisjoint(operations)
+
+
 def wanted(*operations) -> bool:
     """Whether one of these operations is switched on, and what is being lowered is code of the user."""
-    settings = current()
-    return settings is not None and not settings.operations.isdisjoint(operations) and not in_own_code()
+    return is_on(*operations) and not in_own_code()
 
 
 @contextlib.contextmanager

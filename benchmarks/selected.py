@@ -1,0 +1,261 @@
+"""Programs that select, sort, count and search, which do not name jaxkern: plain, and under `jaxkern.accelerate`.
+
+    python -m benchmarks selected [--ops program,top_k] [--cases REGEX]
+
+    program       steps of decoders and routers, medians, histograms, ranks: at default settings, where a loss is a fault
+    top_k, sort, argsort, pairs, part, bincount, searchsorted
+                  single operations around the thresholds of the gate (jaxkern/_accelerate/selection_gate.py), each of them taken
+
+A `part` is a sort of which few elements are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxkern
+from benchmarks import _cell, _goals, _inputs, _timing
+from benchmarks._program import Program
+
+OPERATION = "selected"
+OPS = ("program", "top_k", "sort", "argsort", "pairs", "part", "bincount", "searchsorted")
+DIRECTIONS = ("forward",)
+TAKEN = ("top_k", "sort", "searchsorted", "bincount")
+KEEPS = 0.98  # of plain's speed, at least
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A function of arrays of these shapes, of integers from 0 to `below` if that is not 0."""
+
+    group: str
+    name: str
+    function: Callable[..., Any]
+    shape: tuple[int, ...]
+    more: tuple[tuple[int, ...], ...] = ()
+    dtype: str = "float32"
+    below: int = 0
+    cpu: bool = False
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.shape, *self.more)
+
+    @property
+    def size(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def width(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def specs(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(s, jnp.int32 if self.below else jnp.dtype(self.dtype)) for s in self.shapes]
+
+
+# ---- programs
+
+
+def _key() -> jax.Array:
+    return jax.random.key(0)
+
+
+def _top_k_then_p(x: jax.Array) -> jax.Array:
+    """Temperature, top-k by a threshold, top-p by a sort of the vocabulary, and a draw."""
+    x = x / 0.8
+    x = jnp.where(x < lax.top_k(x, 50)[0][..., -1:], -jnp.inf, x)
+    descending = jnp.sort(x)[..., ::-1]
+    below = jnp.cumsum(jax.nn.softmax(descending), -1) < 0.9
+    cut = jnp.take_along_axis(descending, below.sum(-1, keepdims=True), -1)
+    return jax.random.categorical(_key(), jnp.where(x < cut, -jnp.inf, x))
+
+
+def _top_p_of_k(x: jax.Array) -> jax.Array:
+    """The same among the k largest alone."""
+    values, classes = lax.top_k(x / 0.8, 50)
+    mass = jax.nn.softmax(values)
+    values = jnp.where(jnp.cumsum(mass, -1) - mass < 0.9, values, -jnp.inf)
+    return jnp.take_along_axis(classes, jax.random.categorical(_key(), values)[:, None], -1)[:, 0]
+
+
+def _threshold(x: jax.Array) -> jax.Array:
+    return jax.random.categorical(_key(), jnp.where(x < jnp.sort(x)[:, -50, None], -jnp.inf, x))
+
+
+def _router(x: jax.Array, capacity: int = 1280) -> Any:
+    """Weights, experts, and positions of tokens in the buffers of their experts, by one-hot rows and a cumulative sum."""
+    weights, experts = lax.top_k(jax.nn.softmax(x), 2)
+    chosen = jax.nn.one_hot(experts.reshape(-1), x.shape[-1], dtype=jnp.int32)
+    position = jnp.cumsum(chosen, 0) * chosen
+    return weights / weights.sum(-1, keepdims=True), experts, jnp.where(position <= capacity, position, 0).sum(-1) - 1
+
+
+def _sorted_router(x: jax.Array) -> Any:
+    """Weights, tokens in the order of their experts, and sizes of groups."""
+    weights, experts = lax.top_k(jax.nn.softmax(x), 2)
+    order = jnp.argsort(experts.reshape(-1))
+    return weights, order // 2, jnp.bincount(experts.reshape(-1), length=x.shape[-1])
+
+
+def _programs(small: bool) -> list[Case]:
+    of = lambda name, f, *shapes: Case("program", name, f, shapes[0], shapes[1:], cpu=small)
+    vocabulary, tokens, many = (512, 256, 1 << 12) if small else (128256, 32768, 1 << 22)
+    return [
+        of("sampling, top-k and top-p", _top_k_then_p, (128, vocabulary)),
+        of("sampling, top-p of the largest", _top_p_of_k, (128, vocabulary)),
+        of("sampling, a threshold by sort", _threshold, (128, vocabulary)),
+        of("router, positions by cumsum", _router, (tokens, 64)),
+        of("router, tokens sorted", _sorted_router, (tokens, 64)),
+        of("median of short rows", lambda x: jnp.median(x, -1), (tokens, 512)),
+        of(
+            "percentile of long rows",
+            lambda x: jnp.percentile(x, 99, axis=-1),
+            (tokens // 8, 16384 if not small else 512),
+        ),
+        of("histogram", lambda x: jnp.histogram(x, 256, range=(-3, 3))[0], (many,)),
+        of("beams", lambda x: lax.top_k(x.reshape(8, -1), 10), (32, vocabulary)),
+        of("neighbours", lambda x, y: lax.approx_max_k(x @ y.T, 16), (1024, 64), (vocabulary // 8, 64)),
+        of("ranks", lambda x: jnp.argsort(jnp.argsort(x)), (1024, 1024 if not small else 64)),
+    ]
+
+
+# ---- single operations
+
+
+def _rows(op: str, f: Callable[..., Any], rows: int, columns: int, dtype: str = "float32", arrays: int = 1) -> Case:
+    return Case(op, f"{rows}x{columns}", f, (rows, columns), ((rows, columns),) * (arrays - 1), dtype)
+
+
+def _top_k(rows: int, columns: int, k: int, dtype: str = "float32") -> Case:
+    return Case("top_k", f"{rows}x{columns} {k}", functools.partial(lax.top_k, k=k), (rows, columns), dtype=dtype)
+
+
+def _part(rows: int, columns: int, k: int) -> Case:
+    return Case("part", f"{rows}x{columns} {k}", lambda x: jnp.sort(x)[:, -k:], (rows, columns))
+
+
+def _count(elements: int, bins: int) -> Case:
+    return Case("bincount", f"{elements} {bins}", lambda x: jnp.bincount(x, length=bins), (elements,), below=bins)
+
+
+def _search(queries: int, size: int) -> Case:
+    return Case("searchsorted", f"{queries} in {size}", lambda x, a: jnp.searchsorted(a, x), (queries,), ((size,),))
+
+
+CASES = [
+    *_programs(small=False),
+    *(_top_k(r, c, k) for r, c, k in ((1, 16384, 8), (8, 4096, 8), (128, 1024, 8), (1024, 64, 8), (1024, 1024, 32))),
+    *(
+        _top_k(r, c, k)
+        for r, c, k in ((4096, 1024, 256), (4096, 1024, 512), (8, 131072, 1), (4096, 16, 2), (262144, 16, 4))
+    ),
+    *(_top_k(r, c, k, "bfloat16") for r, c, k in ((128, 1024, 8), (4096, 128, 8), (64, 32000, 50), (1024, 1024, 1))),
+    *(
+        _rows(op, f, r, c, arrays=1 + (op == "pairs"))
+        for op, f in (
+            ("sort", jnp.sort),
+            ("argsort", jnp.argsort),
+            ("pairs", lambda x, y: lax.sort([x, y], num_keys=1)),
+        )
+        for r, c in ((1, 4096), (128, 128), (128, 1024), (1024, 64), (64, 4096), (1024, 1024), (16384, 16))
+    ),
+    *(
+        _part(r, c, k)
+        for r, c, k in ((8, 4096, 8), (128, 1024, 8), (1024, 64, 1), (1024, 1024, 256), (4096, 2048, 1024))
+    ),
+    *(_count(n, b) for n, b in ((1 << 14, 64), (1 << 16, 64), (1 << 16, 1024), (1 << 18, 8192), (1 << 20, 64))),
+    *(_count(n, b) for n, b in ((1 << 20, 1 << 16), (1 << 22, 1 << 13))),
+    *(_search(n, m) for n, m in ((32, 256), (1024, 256), (1 << 14, 1 << 16), (1 << 20, 64))),
+]
+CPU_CASES = _programs(small=True)
+DTYPES = {"gpu": ("float32", "bfloat16"), "cpu": ("float32",)}
+QUICK = {c.name for c in CPU_CASES[:4]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell(_cell.Cell):
+    """One row of the table."""
+
+    case: Case
+
+    @property
+    def bytes(self) -> int:
+        """What must be read and written once."""
+        specs = [*self.case.specs, *jax.tree.leaves(jax.eval_shape(self.case.function, *self.case.specs))]
+        return sum(s.size * s.dtype.itemsize for s in specs)
+
+    def goals(self) -> list[dict[str, Any]]:
+        on_gpu = self.op == "program" and not self.case.cpu
+        return [{"goal": "peers", "against": ["xla"], "required": KEEPS}] if on_gpu else []
+
+
+def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> list[Cell]:
+    return [Cell(case, dtype, case.group)] if case.group in ops and case.dtype == dtype else []
+
+
+@dataclasses.dataclass
+class Accelerated(Program):
+    """A program that is compiled under `accelerate`; force: everything that kernels can run is taken."""
+
+    force: bool = False
+
+    def compile(self) -> None:
+        with jaxkern.accelerate(only=TAKEN if self.force else None, force=self.force):
+            super().compile()
+
+
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
+    """The function under `accelerate`, and as XLA runs it."""
+    f, specs = cell.case.function, cell.case.specs
+    return [Accelerated(_goals.OURS, f, specs, force=cell.op != "program"), Program("xla", f, specs)]
+
+
+def chosen_algorithm(cell: Cell) -> None:
+    return None
+
+
+class Inputs:
+    """Random arrays of a case, enough of them to go round cold; of searches the second one ascends."""
+
+    def __init__(self, pool: _inputs.Pool, case: Case) -> None:
+        rng, turns = np.random.default_rng(0), min(16, _inputs.rotation(4 * case.size))
+        self.sets = []
+        for k in range(turns):
+            if case.below:
+                arrays = [jnp.asarray(rng.integers(0, case.below, s), jnp.int32) for s in case.shapes]
+            else:
+                arrays = [pool.array(s, k + turns * n) for n, s in enumerate(case.shapes)]
+            if case.group == "searchsorted":
+                arrays[1] = jnp.sort(arrays[1])
+            self.sets.append(arrays)
+        jax.block_until_ready(self.sets)
+
+    def feed(self, specs: list[jax.ShapeDtypeStruct]) -> Any:
+        """A function of the number of an execution that returns its arguments."""
+        return lambda i: self.sets[i % len(self.sets)]
+
+
+def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_timing.Candidate]:
+    """What to time for a cell, the copy aside."""
+    return _cell.candidates(compiled, inputs)
+
+
+def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str, float]) -> list[dict[str, Any]]:
+    """Whether results are plain JAX's, to the bit."""
+    own, plain = (jax.tree.leaves(program(*inputs.feed(program.specs)(0))) for program in compiled)
+    same = all(bool((a == b).all()) for a, b in zip(own, plain, strict=True))
+    return [{"goal": "same", "required": 1.0, "value": float(same), "met": same}]
+
+
+def checks(clock: Any) -> list[dict[str, Any]]:
+    return []

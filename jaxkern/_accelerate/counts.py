@@ -1,0 +1,44 @@
+"""Scatter-adds of one number in a jaxpr: `jnp.bincount`, `jnp.histogram`, `jnp.zeros(n).at[ids].add(1)`.
+
+counted = of(equation, made)
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern._accelerate import layout as layouts
+from jaxkern._accelerate.calls import Counted
+from jaxkern._accelerate.regions import is_variable
+
+NAMES = ("scatter-add", "scatter_add")
+# Sums of ones that a floating-point type holds exactly.
+EXACT = {"float32": 1 << 24, "float64": 1 << 31}
+_SAME = frozenset("broadcast_in_dim convert_element_type reshape copy copy_p pvary pcast mesh_cast reshard".split())
+
+
+def of(e, made) -> Counted | None:
+    """The counts that an equation is; None if it is something else. made: {variable: the equation that makes it}."""
+    if e.primitive.name not in NAMES or e.invars[2].aval.dtype != e.invars[0].aval.dtype:
+        return None
+    weight, (operand, indices, updates) = _number(e.invars[2], made), (v.aval for v in e.invars)
+    if weight is None:
+        return None
+    layout = layouts.of(e.params["dimension_numbers"], operand.shape, indices.shape, updates.shape)
+    if isinstance(layout, str) or layout.lead or layout.trail or len(layout.indexed) != 1:
+        return None
+    if jnp.issubdtype(operand.dtype, jnp.integer):
+        exact = True
+    else:
+        exact = weight == 1 and updates.size <= EXACT.get(operand.dtype.name, 0) and _number(e.invars[0], made) == 0
+    clip = e.params["mode"] == lax.GatherScatterMode.CLIP
+    return Counted(layout, clip, int(weight)) if exact else None
+
+
+def _number(v, made):
+    """The integer that all elements of an array are, or None."""
+    while is_variable(v):
+        e = made.get(v)
+        if e is None or e.primitive.name not in _SAME:
+            return None
+        v = e.invars[0]
+    return v.val if v.aval.shape == () and v.val == int(v.val) else None

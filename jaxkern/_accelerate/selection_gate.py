@@ -1,0 +1,119 @@
+"""Which selections, sorts, searches and counts run on jaxkern: the ones that it runs faster; see gate.py.
+
+Each function returns (taken, reason). force: whatever kernels can run is taken. Numbers in brackets are XLA's time over ours by the
+profiler, on an H100 with jaxlib 0.11.2; `python -m benchmarks selected` measures them.
+"""
+
+import jax.numpy as jnp
+
+from jaxkern._ops.select import count as counting
+from jaxkern._ops.select import sort_rows
+from jaxkern._ops.select import top_k as selection
+
+# Columns for each element that top_k selects, by the bytes of an element, and where few are selected: a selection of more takes longer than
+# a sort [float32: 8 of 128x1024 2.1, 128 of 128x1024 1.4, 64 of 4096x256 0.65, 32 of 1024x64 0.5; bfloat16: 32 of 1024x1024 1.1, 128 of
+# 128x1024 0.7; few, bfloat16: 8 of 1024x64 2.0, 2 of 32768x8 1.6, 4 of 262144x16 1.0].
+SELECT_WIDTH, SELECT_WIDTH_NARROW, FEW, WIDTH_OF_FEW = 8, 32, 8, 8
+# Rows of 16 bits from this width on are sorted for many [4096x256 in 16 bits takes XLA 24 us, the sort and what follows about 26].
+SORTED_NARROW = 512
+# A selection in place of a sort takes three kernels: columns for each element, and elements [8 of 128x1024 1.6, 1 of 64x256 1.9, 16 of
+# 1024x512 3.0, 128 of 1024x256 0.6].
+PART_WIDTH, PART_ELEMENTS = 16, 1 << 13
+# Elements of sorts: by a network [1024x256 1.6, 16384x16 4.2, 1024x64 1.0, 128x128 0.8], and by a block for each row [8x1024 1.4, 128x1024
+# 1.4, 1x4096 2.3 and in bfloat16 0.9].
+NETWORK_ELEMENTS, BLOCK_ELEMENTS = 1 << 17, 1 << 13
+# Keys of 8 bytes: a block sorts rows from this width on [float64: 32768x512 1.5, 65536x256 0.6].
+WIDE_BLOCK = 512
+# XLA calls CUB for few rows, which ties or wins but for float32 and indices of wide keys [one row, keys: int32 2^20 0.98, 2^24 0.85; int64
+# 2^24 0.9; bfloat16 2^20 1.2, 2^26 0.96; float32 2^16 to 2^26 1.2; with indices: int32 2^24 0.85, int64 9, float32 1.2; 64x16384: 1.4-2.7].
+FEW_ROWS, LONG = 8, 1 << 22
+# Elements of an array that lie in shared memory. Where XLA compares all or has unrolled the steps, we win for these alone [unrolled: 16384
+# in 65536 0.7, 1024 in 256 1.6; all compared: 1 in 2^20 0.5, 1024 in 256 1.6]; in a loop XLA takes 40 kernels and more [1 in 2^20 9].
+SEARCHED = 1 << 12
+# XLA adds atomically, as fast as memory while numbers are few [16384 into 64 1.4, 4096 into 64 0.7; by atomics of ours 0.95].
+COUNT_ELEMENTS = 1 << 14
+
+
+def is_sorted(dtype, columns: int, k: int) -> bool:
+    """Whether top_k of so many columns is better made by a sort."""
+    if k > selection.MOST:
+        return True
+    width = SELECT_WIDTH if dtype.itemsize >= 4 else SELECT_WIDTH_NARROW
+    return columns < width * k and not (k <= FEW and columns >= WIDTH_OF_FEW * k)
+
+
+def top_k(dtype, rows: int, columns: int, k: int, force=False) -> tuple[bool, str]:
+    """lax.top_k."""
+    if is_sorted(dtype, columns, k) and not (force and k <= selection.MOST):
+        if dtype.itemsize < 4 and columns < SORTED_NARROW and not force:
+            return False, f"{k} of {columns} elements are many"
+        return sort(jnp.dtype(f"int{8 * dtype.itemsize}"), rows, columns, 2, force=force)
+    if not _chosen(selection, rows, columns, k, dtype=dtype):
+        return False, f"no kernel for the {k} largest of {columns} elements of {dtype}"
+    if k == 1 and dtype.itemsize >= 4 and not force:
+        return False, "XLA reduces for the largest one"
+    return True, "a selection"
+
+
+def part(dtype, rows: int, columns: int, count: int, force=False) -> tuple[bool, str]:
+    """A sort of which only `count` elements at one end of each row are used."""
+    if count > selection.MOST or not _chosen(selection, rows, columns, count, dtype=dtype):
+        return False, f"no kernel for {count} of {columns} elements of {dtype}"
+    taken = force or (columns >= PART_WIDTH * count and rows * columns >= PART_ELEMENTS)
+    return taken, f"a selection in place of a sort: {count} of {columns} elements are used"
+
+
+def sort(dtype, rows: int, columns: int, operands: int, gathered: int = 0, force=False) -> tuple[bool, str]:
+    """lax.sort of one key. operands: with the key. gathered: those that are gathered in the order of the keys."""
+    algorithm = _chosen(sort_rows, rows, columns, dtype=dtype)
+    if not algorithm:
+        return False, f"no kernel for rows of {columns} keys of {dtype}"
+    if force:
+        return True, "by our kernels"
+    if operands > 3:
+        return False, f"no sort of {operands} arrays was measured"
+    elements, wide = rows * columns, dtype.itemsize == 8
+    if algorithm == "tiles":
+        if rows < FEW_ROWS and not _wins_in_tiles(dtype, elements, operands, gathered):
+            return False, f"XLA sorts {rows} rows of {dtype} as fast"
+        return True, "digit by digit, rows in tiles"
+    if algorithm == "block":
+        if (wide and columns < WIDE_BLOCK) or (rows == 1 and dtype.itemsize < 4):
+            return False, f"XLA sorts rows of {columns} keys of {dtype} as fast"
+        enough = elements >= BLOCK_ELEMENTS
+    else:
+        enough = elements >= NETWORK_ELEMENTS
+    return enough, "rows in one kernel" if enough else f"{elements} elements are few"
+
+
+def _wins_in_tiles(dtype, elements, operands, gathered) -> bool:
+    """Whether few rows in tiles are faster than CUB, which XLA calls."""
+    if dtype.itemsize == 8:
+        return operands > 1 and elements >= LONG
+    if gathered or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return dtype == jnp.float32 or operands > 1 or elements < LONG
+
+
+def search(dtype, size: int, queries: int, by_steps: bool, force=False) -> tuple[bool, str]:
+    """jnp.searchsorted of so many queries in an array of this size. by_steps: XLA starts kernels for each step, or sorts."""
+    if dtype.itemsize > 4 or not 0 < size < 2**31 or not queries or jnp.issubdtype(dtype, jnp.complexfloating):
+        return False, f"no kernel that searches {size} elements of {dtype}"
+    taken = force or by_steps or size <= SEARCHED
+    return taken, "all steps in one kernel" if taken else f"XLA has one kernel, too, and {size} elements are many"
+
+
+def count(dtype, elements: int, bins: int, force=False) -> tuple[bool, str]:
+    """A scatter that adds one number at each of so many indices, of this type."""
+    algorithm = _chosen(counting, bins, elements, dtype=dtype)
+    if not algorithm:
+        return False, f"no kernel that counts {dtype}"
+    if algorithm != "shared" and not force:
+        return False, f"{bins} bins are many"
+    enough = force or elements >= COUNT_ELEMENTS
+    return enough, "counts in shared memory" if enough else f"{elements} indices are few"
+
+
+def _chosen(family, *sizes, dtype) -> str | None:
+    """The algorithm of a family of kernels for a problem; None if there is none."""
+    return family.choose(family.Problem(*sizes, dtype.name)) if all(sizes) else None

@@ -1,0 +1,174 @@
+"""Selections, sorts and searches in plain JAX programs: equations of a jaxpr that JAX lowers become calls of kernels.
+
+    lax.top_k, lax.approx_max_k, lax.approx_min_k    the kernel of `jaxkern.top_k`
+    lax.sort of one key, with other operands         the kernels of `jaxkern.sort`; of argsort's indices no operand is read
+    ... of which few elements are used               a selection: `jnp.sort(x)[..., :k]`, `jnp.argsort(-x)[:k]`, `jnp.median(x)`
+    jnp.searchsorted                                 the kernel of `jaxkern.searchsorted`
+    scatter-adds of one number, as in jnp.bincount   the kernel of `jaxkern.bincount`
+
+JAX lowers each jaxpr of a program after derivatives and vmap. The pass looks at the equations of each, and for the uses of a sort
+also into the small functions that make it, such as `jnp.sort` and `jnp.median` themselves. What replaces an equation is a `Call`:
+a function in jnp that is lowered in its place (calls.py of this folder has them).
+"""
+
+import functools
+import math
+import typing
+
+from jaxkern._accelerate import counts, parts, searches
+from jaxkern._accelerate import selection_gate as gate
+from jaxkern._accelerate.calls import FLIPPED, INDICES, VALUES, Result, Selected, Sorted, call_p
+from jaxkern._accelerate.regions import bytes_of, is_variable
+from jaxkern._core import algorithms, compat, compat_lowering, compat_rewriting, decisions, environment, switch
+from jaxkern._ops.select.top_k import MOST
+
+TOP_K, SORT, SEARCH, COUNT = "top_k", "sort", "searchsorted", "bincount"
+_PRIMITIVES = frozenset(("top_k", "approx_top_k", "sort", *counts.NAMES))
+
+
+class _Module(typing.NamedTuple):
+    """What functions for lowering contexts of an equation read, for a module."""
+
+    module_context: typing.Any
+    avals_in: tuple = ()
+    avals_out: tuple = ()
+    platforms: tuple = ()
+
+
+def rewrite(module, jaxpr):
+    """The jaxpr that JAX lowers in place of `jaxpr`."""
+    settings = switch.current()
+    if not switch.wanted(TOP_K, SORT, SEARCH, COUNT) or algorithms.xla_forced() or environment.xla_only():
+        return jaxpr
+    if not (settings.force or decisions.listened() or "cuda" in compat_lowering.platforms(_Module(module))):
+        return jaxpr
+    if not any(map(_is_of_interest, jaxpr.eqns)):
+        return jaxpr
+    force, decide = settings.force, functools.partial(_decided, module, settings)
+    program = parts.Program.of(jaxpr) if switch.wanted(SORT) else None
+    for e in program.equations if program else ():
+        if _is_sort(e) and (part := program.part(e)) is not None:
+            function, operands = _sorted(e, program.made, list(filter(program.is_used, e.outvars)))
+            if decide(SORT, e, *gate.part(*_rows(e), part.count, force), only_taken=True):
+                program.replace(e, part, function._replace(count=part.count, last=part.last), operands)
+    if program and program.replaced:
+        jaxpr = jaxpr.replace(eqns=program.equations_now(), outvars=program.results)
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    found = [_replaced(module, decide, force, e, made) for e in jaxpr.eqns]
+    return jaxpr if all(map(lambda a, b: a is b, found, jaxpr.eqns)) else jaxpr.replace(eqns=found)
+
+
+def _is_of_interest(e) -> bool:
+    return e.primitive.name in _PRIMITIVES or parts.inner(e) is not None or searches.is_named(e)
+
+
+def _replaced(module, decide, force, e, made):
+    """The equation, or the one in its place. made: {variable: the equation that makes it}."""
+    name, call = e.primitive.name, None
+    if name == "top_k" and switch.wanted(TOP_K):
+        axis = e.params.get("axis", -1) % e.invars[0].aval.ndim
+        if decide(TOP_K, e, *gate.top_k(*_rows(e, axis), e.params["k"], force)):
+            call = _selected(e, axis, force), e.invars, e.outvars
+    elif name == "approx_top_k" and switch.wanted(TOP_K) and (exact := _exact(e, force)) is not None:
+        if decide(TOP_K, e, *gate.top_k(*_rows(e, exact.axis), e.params["k"], force)):
+            call = exact, e.invars, e.outvars
+    elif name == "sort" and switch.wanted(SORT):
+        used = [v for v in e.outvars if not compat_rewriting.is_dropped(v)]
+        function, operands = _sorted(e, made, used)
+        answer = gate.sort(*_rows(e), len(e.invars), len(operands) - 1, force=force)
+        if decide(SORT, e, *(answer if _is_sort(e) else (False, f"{e.params['num_keys']} keys"))):
+            call = function, operands, used
+    elif switch.wanted(SEARCH) and (found := searches.of(e)) is not None:
+        (search, by_steps), (array, queries) = found, (v.aval for v in e.invars)
+        if decide(SEARCH, e, *gate.search(array.dtype, array.size, queries.size, by_steps, force)):
+            call = search, e.invars, e.outvars
+    elif switch.wanted(COUNT) and (counted := counts.of(e, made)) is not None:
+        operand, indices = (v.aval for v in e.invars[:2])
+        several = indices.ndim > 2 and compat.partitioned_devices(_Module(module)) > 1
+        answer = gate.count(indices.dtype, indices.size, operand.size, force)
+        if decide(COUNT, e, *((False, "several dimensions of indices on several devices") if several else answer)):
+            call = counted, e.invars[:2], e.outvars
+    if call is None:
+        return e
+    function, operands, results = call
+    return compat_rewriting.new_equation(e, call_p, operands, results, {"function": function})
+
+
+def _is_sort(e) -> bool:
+    """Whether an equation sorts by one key."""
+    return e.primitive.name == "sort" and e.params["num_keys"] == 1
+
+
+def _rows(e, axis=None) -> tuple:
+    """(dtype, rows, columns) of the first operand."""
+    x = e.invars[0].aval
+    axis = e.params["dimension"] if axis is None else axis
+    return x.dtype, math.prod(n for d, n in enumerate(x.shape) if d != axis), x.shape[axis]
+
+
+def _selected(e, axis, force) -> Selected:
+    x, k = e.invars[0].aval, e.params["k"]
+    return Selected(k, axis, k > MOST or (not force and gate.is_sorted(x.dtype, x.shape[axis], k)))
+
+
+def _exact(e, force):
+    """The selection for lax.approx_max_k or approx_min_k, which are exact on GPUs; None where they return more than k."""
+    axis = e.params["reduction_dimension"] % e.invars[0].aval.ndim
+    if e.outvars[0].aval.shape[axis] != e.params["k"]:
+        return None
+    if e.params["is_max_k"]:
+        return _selected(e, axis, force)
+    return Sorted(axis, (Result(VALUES), Result(INDICES, dtype=e.outvars[1].aval.dtype)), e.params["k"])
+
+
+def _sorted(e, made, results) -> tuple:
+    """(the function for a sort, the operands that it takes). made: {variable: the equation that makes it}."""
+    axis, operands, kinds = e.params["dimension"], [e.invars[0]], []
+    for k, (x, v) in enumerate(zip(e.invars, e.outvars)):
+        if not any(v is r for r in results):
+            continue
+        kind = _of_index(x, axis, made) if k else VALUES
+        operands += [x] if k and kind == VALUES else []
+        kinds.append(
+            Result(kind, len(operands) - 1 if k else 0) if kind == VALUES else Result(kind, dtype=x.aval.dtype)
+        )
+    return Sorted(axis, tuple(kinds)), operands
+
+
+def _of_index(x, axis, made) -> int:
+    """Whether an operand has the index of each element along the axis, or the index from the end."""
+    flipped = False
+    while is_variable(x) and (e := made.get(x)) is not None:
+        name = e.primitive.name
+        if name == "rev":
+            flipped ^= axis in e.params["dimensions"]
+        elif name == "broadcast_in_dim" and is_variable(e.invars[0]):
+            dims, (x,) = e.params["broadcast_dimensions"], e.invars
+            if axis not in dims:
+                return VALUES
+            axis = dims.index(axis)
+            continue
+        elif name == "iota":
+            return VALUES if e.params["dimension"] != axis else FLIPPED if flipped else INDICES
+        else:
+            return VALUES
+        (x,) = e.invars
+    return VALUES
+
+
+def _decided(module, settings, operation, e, taken, why, only_taken=False) -> bool:
+    """Whether an equation is taken; records it. only_taken: nothing is recorded if it is not."""
+    avals = [v.aval for v in e.invars]
+    ctx = _Module(module, tuple(avals), tuple(v.aval for v in e.outvars))
+    if not compat_rewriting.runs_anywhere(e):
+        taken, why = False, "it runs elsewhere"
+    elif not settings.force and "cuda" not in (platforms := compat_lowering.platforms(ctx)):
+        taken, why = False, switch.no_kernels(platforms[0])
+    elif taken and (refusal := switch.refusal(ctx, settings)):
+        taken, why = False, refusal
+    if only_taken and not taken:
+        return False
+    size = sum(map(bytes_of, (*filter(is_variable, e.invars), *e.outvars))) if taken else 0
+    return decisions.record(
+        operation, taken, why, avals, functools.partial(compat.frames, e.source_info.traceback), size
+    )
