@@ -10,6 +10,7 @@ import numpy as np
 
 # Rows, columns and k of top_k: around lanes, tiles, buffers and parts.
 SELECTED = ((3, 1, 1), (37, 33, 5), (9, 1000, 32), (5, 4097, 1), (3, 9001, 700), (2, 70000, 1024), (1, 300000, 50))
+ROUTED = ((9, 3, 1), (5000, 64, 2), (133, 257, 8))  # tokens, experts, k
 SORTED = ((70, 3), (33, 64), (5, 257), (3, 2000), (2, 4096), (2, 6000), (1, 40000))
 
 
@@ -44,6 +45,10 @@ def sanitize_select(dtypes: list[str], quick: bool) -> tuple[int, list[str]]:
                         of(jax.lax.top_k),
                         rows(r, columns),
                     )
+        if dtype in ("float32", "bfloat16", "float16"):
+            for (tokens, experts, k), capacity in itertools.product(ROUTED[quick:], (None, 5)):
+                f = lambda x: jaxkern.moe_route(x, k, capacity)[1:]  # noqa: B023
+                compare(f"route {dtype} {tokens}x{experts} {k}", f, f, rows(tokens, experts))
         for (r, columns), algorithm in itertools.product(SORTED[quick * 2 :: 1 + quick], algorithms.names("sort")):
             f = lambda f: lambda x: f(x, descending=columns % 2 == 0)  # noqa: B023
             if algorithms.fits("sort", algorithm, r, columns, dtype):

@@ -12,8 +12,8 @@ from plans import DEVICES, check_limits, compile_on_other_gpus, needs_nvrtc
 
 import jaxkern
 from jaxkern import algorithms
-from jaxkern._core import device
-from jaxkern._ops.select import top_k
+from jaxkern._core import device, functor
+from jaxkern._ops.select import route, top_k
 
 SPECIAL = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1.0, 1.0, -1.0, 1e-40]
 
@@ -63,22 +63,36 @@ KERNELS = [
     ("block", (2, 20011), "float16", 1024, False),
     ("block", (2, 5000), "uint32", 1, True),
     ("block", (3, 700), "bool", 700, False),
-    ("split", (2, 40000), "float32", 100, False),
+    ("block", (2, 9000), "float16 negated", 300, False),
+    ("warp", (5, 100), "int16 negated", 3, False),
+    ("split", (1, 330000), "float32", 130, False),  # more candidates than a block holds
     ("split", (1, 50001), "int16", 7, True),
+]
+
+
+ROUTES = [
+    ((1000, 64), "float32", 2, None, True, False),
+    ((300, 384), "bfloat16", 8, 3, True, True),
+    ((37, 5), "float16", 5, 7, False, False),
+    ((200, 100), "float32", 1, None, False, True),
 ]
 
 
 @functools.cache
 def plans():
-    """Of each of KERNELS. One library has the kernels that run."""
-    found, run = [], []
-    for algorithm, shape, dtype, k, unaligned in KERNELS:
+    """Of each of KERNELS, and of ROUTES for a GPU whose five blocks have several tokens in each warp. One library has them all."""
+    found, few = [], device.H200._replace(sm_count=5)
+    for algorithm, shape, dtype, k, _ in KERNELS:
+        dtype, *negated = dtype.split()
+        function = functor.trace(lambda x: -x, [jnp.dtype(dtype)], name="top_k")[0] if negated else None
         with algorithms.force(top_k=algorithm):
-            plan = top_k.plan(device.H200, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))], None, k=k)
-        found.append(plan)
-        steps = plan.unaligned if unaligned else plan.launches
-        run.append(dataclasses.replace(plan, launches=steps, unaligned=None))
-    emulated.prepare(*run)
+            x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+            found.append(top_k.plan(device.H200, [x], None, k=k, function=function))
+    for shape, dtype, k, capacity, renormalize, _ in ROUTES:
+        given = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))]
+        found.append(route.plan(few, given, None, k=k, capacity=capacity, renormalize=renormalize))
+    steps = [p.unaligned if case[-1] else p.launches for p, case in zip(found, [*KERNELS, *ROUTES])]
+    emulated.prepare(*(dataclasses.replace(p, launches=s, unaligned=None) for p, s in zip(found, steps)))
     return found
 
 
@@ -86,13 +100,43 @@ def plans():
 @pytest.mark.parametrize("n", range(len(KERNELS)))
 def test_kernel(n):
     (algorithm, shape, dtype, k, unaligned), made = KERNELS[n], plans()[n]
-    x = rows(shape, dtype)
+    dtype, *negated = dtype.split()
+    x = np.nan_to_num(rows(shape, dtype)) if negated else rows(shape, dtype)
     if algorithm == "block":
         x[0].sort()
     check_limits(made, device.H200)
     assert made.algorithm == algorithm
     found = emulated.run(made, [x], [((*shape[:-1], k), x.dtype), ((*shape[:-1], k), np.int32)], unaligned)
-    same(found, wanted(x, k))
+    same(found, wanted(-x if negated else x, k))
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("n", range(len(ROUTES)))
+def test_route_kernels(n):
+    """Weights against NumPy, with ties among the logits; experts, slots and counts against a loop."""
+    (shape, dtype, k, capacity, renormalize, unaligned), made = ROUTES[n], plans()[len(KERNELS) + n]
+    x = np.round(np.random.default_rng(n).normal(size=shape), 1).astype(jnp.dtype(dtype))
+    check_limits(made, device.H200)
+    results = [((shape[0], k), x.dtype), *[((shape[0], k), np.int32)] * 2, ((shape[1],), np.int32)]
+    found = emulated.run(made, [x], results, unaligned)
+    exact = plain_route(x, k, capacity, renormalize)
+    np.testing.assert_allclose(*(a.astype(np.float64) for a in (found[0], exact[0])), rtol=2 * jnp.finfo(dtype).eps)
+    same(found[1:], exact[1:])
+
+
+def plain_route(logits, k, capacity, renormalize):
+    """By loops, in float64."""
+    wide, at = logits.astype(np.float64), wanted(logits, k)[1]
+    p = np.exp(wide - wide.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    weights = np.take_along_axis(p, at, 1)
+    weights = weights / weights.sum(1, keepdims=True) if renormalize else weights
+    counts = np.bincount(at.ravel(), minlength=logits.shape[1])
+    first, seen, slots = np.cumsum(counts) - counts, np.zeros(len(counts), int), np.empty(at.size, int)
+    for i, e in enumerate(at.ravel()):
+        slots[i] = first[e] + seen[e] if capacity is None else e * capacity + seen[e] if seen[e] < capacity else -1
+        seen[e] += 1
+    return weights, at, slots.reshape(at.shape), counts
 
 
 def test_largest_parts_and_candidates():
@@ -114,10 +158,11 @@ def test_choices():
 @needs_nvrtc
 def test_kernels_compile():
     kernels = (
-        "TopKBlock<uint32_t, jaxkern::Order::kFloat, false, 4, 4>",
-        "TopKWarp<uint16_t, jaxkern::Order::kFloat, 8, 1>",
+        "TopKBlock<jaxkern::Same<uint32_t>, jaxkern::Order::kFloat, 4, 4>",
+        "TopKWarp<jaxkern::Same<uint16_t>, jaxkern::Order::kFloat, 8, 1>",
     )
     compile_on_other_gpus((top_k.HEADER, name) for name in kernels)
+    compile_on_other_gpus([(route.HEADER, name) for name in ("RouteChoose<__nv_bfloat16, 8, 2>", "RoutePlace<true>")])
 
 
 # ---- the functions
@@ -131,6 +176,27 @@ def test_top_k(dtype):
         for axis, k in ((-1, 7), (0, 5), (2, 0)):
             found = jaxkern.top_k(jnp.asarray(x), k, axis)
             same(found, [np.moveaxis(a, -1, axis) for a in wanted(np.moveaxis(x, axis, -1), k)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_functions_of_elements(dtype):
+    """In the types of the function: derivatives, batches, more elements than kernels select, a scalar that it closes over."""
+    x, scale = jnp.asarray(rows((3, 1100), dtype)), jnp.float32(2)
+    x = jnp.nan_to_num(x)
+    cast = (lambda y: y.astype(jnp.bfloat16)) if dtype == "float32" else lambda y: y
+
+    def f(x):
+        return cast(jnp.abs(x - 1) * 2)
+
+    for k in (5, 1050):
+        same(jaxkern.top_k(x, k, function=f), wanted(np.asarray(jax.jit(f)(x)), k))
+    same(jaxkern.top_k(x, 5, function=lambda x: x * scale), wanted(np.asarray(x * scale), 5))
+    if dtype == "float32":
+        both = [
+            jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(jax.vmap(g)(x)))))(x)  # noqa: B023
+            for g in (lambda x: jaxkern.top_k(x, 5, function=jnp.sin)[0], lambda x: jax.lax.top_k(jnp.sin(x), 5)[0])
+        ]
+        np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-6)
 
 
 def test_derivatives_and_batches():
@@ -227,29 +293,22 @@ def test_samples_of_many_classes():
 
 @pytest.mark.parametrize("capacity, renormalize", [(None, True), (3, False)])
 def test_routes(capacity, renormalize):
-    """Against a loop over tokens; the slots carry tokens to their experts and back."""
+    """The slots carry tokens to their experts and back. A batch of routers, and the derivative."""
     tokens, experts, k = 37, 5, 2
     logits = jnp.asarray(np.random.default_rng(5).normal(size=(tokens, experts)), jnp.float32)
     weights, chosen, slots, counts = jaxkern.moe_route(logits, k, capacity, renormalize=renormalize)
-    p = np.exp(np.asarray(logits, np.float64))
-    p /= p.sum(1, keepdims=True)
-    at = np.argsort(-p, 1, kind="stable")[:, :k]
-    exact = np.take_along_axis(p, at, 1)
-    np.testing.assert_allclose(weights, exact / exact.sum(1, keepdims=True) if renormalize else exact, rtol=1e-5)
-    np.testing.assert_array_equal(chosen, at)
-    np.testing.assert_array_equal(counts, np.bincount(at.ravel(), minlength=experts))
-    first = np.concatenate([[0], np.cumsum(counts)]) if capacity is None else capacity * np.arange(experts + 1)
-    seen, wanted_slots = np.zeros(experts, int), []
-    for e in at.ravel():
-        wanted_slots.append(first[e] + seen[e] if capacity is None or seen[e] < capacity else -1)
-        seen[e] += 1
-    np.testing.assert_array_equal(slots.ravel(), wanted_slots)
+    exact = plain_route(np.asarray(logits), k, capacity, renormalize)
+    np.testing.assert_allclose(weights, exact[0], rtol=1e-5)
+    same((chosen, slots, counts), exact[1:])
     if capacity is not None:  # of any number of tokens
         given = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"tokens, {experts}"), jnp.float32)
         exported = jax.export.export(jax.jit(lambda x: jaxkern.moe_route(x, k, capacity)[2:]))(given)
         same(exported.call(logits), (slots, counts))
+    if renormalize:
+        pair = jax.vmap(lambda x: jaxkern.moe_route(x, k).slots, 1, 1)(logits[:, None])
+        np.testing.assert_array_equal(pair[:, 0], slots)
     x = np.arange(1.0, tokens + 1, dtype=np.float32)[:, None]
-    held = jaxkern.moe_dispatch(x, slots, int(first[-1]))
+    held = jaxkern.moe_dispatch(x, slots, tokens * k if capacity is None else capacity * experts)
     back = jaxkern.moe_combine(held, slots, np.ones((tokens, k), np.float32))
     np.testing.assert_array_equal(back, x * (np.asarray(slots) >= 0).sum(1, keepdims=True))
     loss = lambda logits: jnp.sum(jnp.sin(jaxkern.moe_route(logits, k, renormalize=renormalize).weights))
@@ -267,6 +326,7 @@ def test_routes(capacity, renormalize):
 @pytest.mark.parametrize(
     "call, error, message",
     [
+        (lambda: jaxkern.top_k(jnp.ones(3), 1, function=lambda x: x + 1j), TypeError, "top_k: "),
         (lambda: jaxkern.top_k(jnp.ones(3), 4), ValueError, "top_k: k must be from 0 to 3"),
         (lambda: jaxkern.top_k(jnp.ones(3, jnp.complex64), 1), TypeError, "top_k: x must be real"),
         (lambda: jaxkern.top_k(jnp.ones(3, jnp.int4), 1), TypeError, "top_k: XLA selects no int4"),

@@ -259,6 +259,11 @@ template <class T> T atomicCAS(T* at, T wanted, T x) {
   if (old == wanted) *at = x;
   return old;
 }
+inline unsigned __brev(unsigned x) {
+  unsigned found = 0;
+  for (int i = 0; i < 32; ++i) found |= (x >> i & 1u) << (31 - i);
+  return found;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
 template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }

@@ -1,12 +1,13 @@
 // The k largest elements of each row in descending order, with their columns; of equal elements the first ones.
 //
 //     TopKBlock       one block per row, or per part of a row: a buffer in shared memory holds the elements that may be among
-//                     the k largest. If it is full, a radix selection leaves its k largest, and from then on only elements
-//                     that are greater than these enter. Random rows fill it once or twice.
-//     TopKWarp        one warp per row that fits in its registers: finds the largest remaining element k times
+//                     the k largest. Elements enter that are greater than a bound: at first one that k elements of the first tile
+//                     reach, and once the buffer is full, one that a radix selection finds, which leaves the k largest.
+//     TopKWarp        one warp per row that fits in its registers
 //
-// If a row has several parts, each block writes the k largest of its part as candidates (order.h), and a second launch of TopKBlock
-// selects among them. Memory traffic: x is read once; values and indices are written once.
+// `Read` is what is selected: Same, or the results of a function of the elements (top_k_function.cuh). If a row has several parts, each block writes the k largest of its part as candidates (order.h), and a second launch of TopKBlock
+// selects among them: first come the largest of all parts, then the second ones, so that it can stop where all that follow are too
+// small. Memory traffic: x is read once; values and indices are written once.
 #pragma once
 
 #include "common/pack.cuh"
@@ -16,14 +17,22 @@ namespace jaxkern {
 
 constexpr uint32_t kTopKThreads = 256, kTopKHeld = 4096, kTopKDigit = 11, kTopKBins = 1 << kTopKDigit;
 
+// Elements that are selected as they are.
+template <class T> struct Same {
+  using Source = T;
+  using Bits = T;
+  static __device__ __forceinline__ Bits Of(Source x) { return x; }
+};
+
 struct TopKArgs {
   const void* x;         // [rows, width]: elements, or candidates
   void* values;          // [rows, k]
   uint32_t* indices;     // [rows, k]
-  uint64_t* candidates;  // [rows, parts, k]: written in place of values and indices unless it is null
+  uint64_t* candidates;  // [rows, k, parts]: written in place of values and indices unless it is null
   uint32_t rows, width, k;
   uint32_t parts, part;  // a row has so many parts of `part` elements; the last one may be shorter
   uint32_t sorted;       // the power of two from k on
+  uint32_t tile_bits;    // a part has at most 2^tile_bits tiles; 0 for TopKWarp
 };
 
 struct TopKShared {
@@ -34,27 +43,31 @@ struct TopKShared {
   uint32_t digit, above, within;  // the digit of the k-th largest; how many digits are greater, and how many are equal
 };
 
-// Appends the elements `of(i)` whose bit i of `wanted` is set. Returns the bits of those for which there was no place.
-template <int N, class Of> __device__ __forceinline__ uint32_t Append(TopKShared& s, uint32_t wanted, Of of) {
-  if (!__any_sync(~0u, wanted != 0)) return 0;
-  const uint32_t lane = threadIdx.x % 32, own = __popc(wanted);
-  uint32_t sum = own;
+// words[i], by selections: the index is not known when the kernel is compiled. N is a power of two.
+template <class Word, int N> __device__ __forceinline__ Word Picked(const Word (&words)[N], uint32_t i) {
+  if constexpr (N == 1) {
+    return words[0];
+  } else {
+    Word half[N / 2];
 #pragma unroll
-  for (uint32_t by = 1; by < 32; by *= 2) {
-    const uint32_t below = __shfl_up_sync(~0u, sum, by);
-    if (lane >= by) sum += below;
+    for (int w = 0; w < N / 2; ++w) half[w] = i & (N / 2) ? words[w + N / 2] : words[w];
+    return Picked(half, i);
   }
-  uint32_t at = lane == 31 ? atomicAdd(&s.count, sum) : 0;
-  at = __shfl_sync(~0u, at, 31) + sum - own;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (wanted >> i & 1) {
-      if (at < kTopKHeld) {
-        s.held[at] = of(i);
-        wanted &= ~(1u << i);
-      }
-      ++at;
-    }
+}
+
+// Appends the elements `of(i)` above the bound among those whose bit i of `wanted` is set; lanes of a warp call it together. Returns
+// the bits of those for which there was no place.
+template <class Of> __device__ __forceinline__ uint32_t Append(TopKShared& s, uint32_t wanted, uint64_t bound, Of of) {
+  const uint32_t lane = threadIdx.x % 32;
+  while (__any_sync(~0u, wanted != 0)) {
+    const uint64_t own = wanted ? of(__ffs(wanted) - 1) : 0;
+    const uint32_t above = __ballot_sync(~0u, own > bound);
+    uint32_t at = lane == 0 && above ? atomicAdd(&s.count, static_cast<uint32_t>(__popc(above))) : 0;
+    at = __shfl_sync(~0u, at, 0) + __popc(above & ((1u << lane) - 1));
+    const bool fits = own <= bound || at < kTopKHeld;
+    if (own > bound && fits) s.held[at] = own;
+    if (fits) wanted &= wanted - 1;
+    if (__any_sync(~0u, !fits)) break;
   }
   return wanted;
 }
@@ -80,7 +93,10 @@ __device__ __forceinline__ uint64_t Keep(TopKShared& s, uint32_t k) {
     const uint32_t last = kTopKBins - 1 - t * kOwn;
     uint32_t own = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < kOwn; ++i) own += s.bins[last - i];
+    for (uint32_t i = 0; i < kOwn; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(&s.bins[last - i - 3]);
+      own += four.x + four.y + four.z + four.w;
+    }
     uint32_t sum = own;
 #pragma unroll
     for (uint32_t by = 1; by < 32; by *= 2) {
@@ -117,13 +133,13 @@ __device__ __forceinline__ uint64_t Keep(TopKShared& s, uint32_t k) {
       kept |= static_cast<uint32_t>(own[i] && own[i] >= bound) << i;
     }
     __syncthreads();
-    Append<kAtOnce>(s, kept, [&](int i) { return own[i]; });
+    Append(s, kept, 0, [&](int i) { return Picked(own, i); });
     __syncthreads();
   }
   return bound;
 }
 
-// The first `size` elements of s.held in descending order; size is a power of two.
+// The first `size` elements of s.held in descending order; size is a power of two. Barriers are before it, and after it.
 __device__ __forceinline__ void SortDescending(TopKShared& s, uint32_t size) {
   for (uint32_t run = 2; run <= size; run *= 2) {
     for (uint32_t apart = run / 2; apart; apart /= 2) {
@@ -132,7 +148,9 @@ __device__ __forceinline__ void SortDescending(TopKShared& s, uint32_t size) {
         const uint64_t a = s.held[low], b = s.held[low + apart];
         if ((a < b) == ((low & run) == 0)) s.held[low] = b, s.held[low + apart] = a;
       }
-      __syncthreads();
+      // Up to 32 apart, the elements of a warp are its own.
+      if (apart > 32 || (apart == 1 && run > 32)) __syncthreads();
+      else __syncwarp();
     }
   }
 }
@@ -143,104 +161,290 @@ __device__ __forceinline__ void StoreChosen(const TopKArgs& a, int64_t at, uint6
   a.indices[at] = ColumnOf(candidate);
 }
 
-// kVector elements in a load, kPacks loads at once. Rows and parts are whole vectors, and x is aligned to them. kJoins: x holds
-// candidates.
-template <class Bits, Order kOrder, bool kJoins, int kVector, int kPacks>
-__global__ void __launch_bounds__(kTopKThreads, 4) TopKBlock(const __grid_constant__ TopKArgs a) {
-  using Source = std::conditional_t<kJoins, uint64_t, Bits>;
-  constexpr int kOwn = kVector * kPacks;
-  constexpr uint32_t kStep = kTopKThreads * kVector;  // from one load of a thread to the next one
-  static_assert(kOwn <= 32);
-  __shared__ TopKShared s;
-  const uint32_t t = threadIdx.x, row = blockIdx.x / a.parts, part = blockIdx.x % a.parts;
-  const uint32_t begin = part * a.part, end = min(begin + a.part, a.width);
-  const Source* x = static_cast<const Source*>(a.x) + static_cast<int64_t>(row) * a.width;
-  if (t == 0) s.count = 0;
-  __syncthreads();
-  uint64_t bound = 0;
-  for (uint32_t tile = begin; tile < end; tile += kStep * kPacks) {
-    const uint32_t first = tile + t * kVector;
-    Pack<Source, kVector> packs[kPacks];
+// The values of the lanes of a warp in descending order.
+template <class V> __device__ __forceinline__ V SortedInWarp(V own) {
+  const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+  for (uint32_t run = 2; run <= 32; run *= 2) {
+#pragma unroll
+    for (uint32_t apart = run / 2; apart; apart /= 2) {
+      const V other = __shfl_xor_sync(~0u, own, apart);
+      const bool larger = ((lane & apart) == 0) == ((lane & run) == 0);
+      own = larger == (own < other) ? other : own;
+    }
+  }
+  return own;
+}
+
+// A tile of elements that a thread holds part of: kPacks loads of kVector elements, from column `first` on, each kStep after the last.
+template <class Read, Order kOrder, int kVector, int kPacks> struct Tile {
+  using Source = typename Read::Source;
+  using Bits = typename Read::Bits;
+  static constexpr uint32_t kStep = kTopKThreads * kVector;
+  Pack<Source, kVector> packs[kPacks];
+  uint32_t first;
+
+  __device__ __forceinline__ void Load(const Source* x, uint32_t begin, uint32_t end) {
+    first = begin + threadIdx.x * kVector;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       packs[p] = ZeroPack<Source, kVector>();
       if (first + p * kStep < end) packs[p] = LoadVector<Source, kVector>(x + first + p * kStep);
     }
-    auto candidate = [&](int i) -> uint64_t {
-      const Source element = Element(packs[i / kVector], i % kVector);
-      if constexpr (kJoins) return element;
-      else return Candidate(ToKey<Bits, kOrder>(element), first + i / kVector * kStep + i % kVector);
-    };
-    uint32_t wanted = 0;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      wanted |= static_cast<uint32_t>(first + i / kVector * kStep < end && candidate(i) > bound) << i;
-    }
-    while (true) {
-      wanted = Append<kOwn>(s, wanted, candidate);
-      if (!__syncthreads_or(wanted != 0)) break;
-      bound = Keep(s, a.k);
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        if (candidate(i) <= bound) wanted &= ~(1u << i);
-      }
-    }
   }
-  if (s.count > a.k) Keep(s, a.k);
-  for (uint32_t i = s.count + t; i < a.sorted; i += kTopKThreads) s.held[i] = 0;
+  static __device__ __forceinline__ uint32_t KeyOf(Source x) { return ToKey<Bits, kOrder>(Read::Of(x)); }
+  static __device__ __forceinline__ uint32_t ColumnOf(uint32_t first, uint32_t i) {
+    return first + i / kVector * kStep + i % kVector;
+  }
+  // Whether elements exist, as bits.
+  __device__ __forceinline__ uint32_t Existing(uint32_t end) const {
+    uint32_t found = 0;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) found |= first + p * kStep < end ? ((1u << kVector) - 1) << p * kVector : 0;
+    return found;
+  }
+  // The bits of elements whose key is at least `least`.
+  __device__ __forceinline__ uint32_t Reaching(uint32_t least) const {
+    if constexpr (std::is_same_v<Source, Bits>) return ReachingInOrder(least);
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < kPacks * kVector; ++i) {
+      found |= static_cast<uint32_t>(KeyOf(Element(packs[i / kVector], i % kVector)) >= least) << i;
+    }
+    return found;
+  }
+  // The largest key of the elements, 0 if none exists.
+  __device__ __forceinline__ uint32_t LargestKey(uint32_t end) const {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kPacks * kVector; ++i) {
+      const uint32_t key = KeyOf(Element(packs[i / kVector], i % kVector));
+      if (first + i / kVector * kStep < end) largest = max(largest, key);
+    }
+    return largest;
+  }
+
+ private:
+  // Without keys, by comparisons of signed numbers. The bits of floats below 0 are inverted only if the bound is below 0, as otherwise
+  // all of them are too small in any order.
+  __device__ __forceinline__ uint32_t ReachingInOrder(uint32_t key) const {
+    constexpr int kWords = Pack<Source, kVector>::kWords, kSize = 8 * sizeof(Bits), kOfWord = kVector / kWords;
+    constexpr uint32_t kSign = 1u << (kSize - 1), kOnes = kSize == 32 ? 1 : kSize == 16 ? 0x00010001 : 0x01010101;
+    const uint32_t inverted = key & kSign ? 0 : kSign - 1;
+    const uint32_t flip = kOrder == Order::kFloat ? inverted * kOnes : kOrder == Order::kUnsigned ? kSign * kOnes : 0;
+    const int32_t least = static_cast<int32_t>((key ^ kSign) << (32 - kSize));
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < kPacks * kVector; ++i) {
+      const uint32_t word = packs[i / kVector].word[i % kVector / kOfWord] ^ flip;
+      found |= static_cast<uint32_t>(static_cast<int32_t>(word << (32 - kSize * (i % kOfWord + 1))) >= least) << i;
+    }
+    return found;
+  }
+};
+
+// A bound that at least k elements of the first tile exceed, where each thread has its largest key; all threads call it.
+__device__ __forceinline__ uint64_t FirstBound(TopKShared& s, uint32_t largest, uint32_t k) {
+  constexpr uint32_t kWarps = kTopKThreads / 32;
+  const uint32_t of_warp = (k + kWarps - 1) / kWarps;  // each warp has so many elements above the bound
+  if (of_warp > 32) return 0;
+  const uint32_t key = __shfl_sync(~0u, SortedInWarp(largest), of_warp - 1);
+  if (threadIdx.x % 32 == 0) s.warp_sums[threadIdx.x / 32] = key;
   __syncthreads();
-  SortDescending(s, a.sorted);
-  const int64_t to = static_cast<int64_t>(blockIdx.x) * a.k;
+  uint32_t bound = s.warp_sums[0];
+#pragma unroll
+  for (uint32_t w = 1; w < kWarps; ++w) bound = k == 1 ? max(bound, s.warp_sums[w]) : min(bound, s.warp_sums[w]);
+  return static_cast<uint64_t>(bound) << 32;  // no candidate equals it
+}
+
+// Sorts and writes the k largest of s.held.
+template <class Bits, Order kOrder>
+__device__ __forceinline__ void Finish(TopKShared& s, const TopKArgs& a, uint32_t row, uint32_t part) {
+  constexpr uint32_t kSorted = 512;  // so many are sorted faster than selected from
+  const uint32_t t = threadIdx.x;
+  if (s.count > max(kSorted, a.sorted)) Keep(s, a.k);
+  uint32_t size = a.sorted;
+  while (size < s.count) size *= 2;
+  for (uint32_t i = s.count + t; i < size; i += kTopKThreads) s.held[i] = 0;
+  __syncthreads();
+  SortDescending(s, size);
+  __syncthreads();
+  const int64_t to = static_cast<int64_t>(row) * a.k;
   for (uint32_t i = t; i < a.k; i += kTopKThreads) {
-    if (a.candidates) a.candidates[to + i] = s.held[i];
+    if (a.candidates) a.candidates[(to + i) * a.parts + part] = s.held[i];
     else StoreChosen<Bits, kOrder>(a, to + i, s.held[i]);
   }
 }
 
+// kVector elements in a load, kPacks loads at once. Rows and parts are whole vectors, and x is aligned to them.
+template <class Read, Order kOrder, int kVector, int kPacks> __global__ void __launch_bounds__(kTopKThreads, 4)
+    TopKBlock(const __grid_constant__ TopKArgs a) {
+  using Held = Tile<Read, kOrder, kVector, kPacks>;
+  static_assert(kVector * kPacks <= 32);
+  constexpr uint32_t kTile = kTopKThreads * kVector * kPacks;
+  __shared__ TopKShared s;
+  const uint32_t row = blockIdx.x / a.parts, part = blockIdx.x % a.parts;
+  const uint32_t begin = part * a.part, end = min(begin + a.part, a.width);
+  const auto* x = static_cast<const typename Read::Source*>(a.x) + static_cast<int64_t>(row) * a.width;
+  // Tiles are read in the order of their reversed bits: of a row that ascends, every tile would be greater than those before it.
+  auto tile_of = [&](uint32_t n) { return begin + (__brev(n) >> 1 >> (31 - a.tile_bits)) * kTile; };
+  Held tile;
+  tile.Load(x, begin, end);
+  if (threadIdx.x == 0) s.count = 0;
+  uint64_t bound = FirstBound(s, tile.LargestKey(end), a.k);
+  __syncthreads();
+  for (uint32_t n = 0; n < 1u << a.tile_bits;) {
+    const uint32_t first = tile.first;
+    uint32_t wanted = tile.Reaching(KeyOf(bound)) & tile.Existing(end);
+    for (++n; n < 1u << a.tile_bits && tile_of(n) >= end;) ++n;
+    if (n < 1u << a.tile_bits) tile.Load(x, tile_of(n), end);
+    // The few elements that are wanted are loaded again, by now from the first cache: their place in registers would have to be known.
+    auto of = [&](uint32_t i) {
+      const uint32_t column = Held::ColumnOf(first, i);
+      return Candidate(Held::KeyOf(x[column]), column);
+    };
+    while (true) {
+      wanted = Append(s, wanted, bound, of);
+      if (!__syncthreads_or(wanted != 0)) break;
+      bound = Keep(s, a.k);
+    }
+  }
+  Finish<typename Read::Bits, kOrder>(s, a, row, part);
+}
+
+// The same for the candidates of at most kTopKThreads * kVector * kPacks parts.
+template <class Bits, Order kOrder, int kVector, int kPacks> __global__ void __launch_bounds__(kTopKThreads, 4)
+    TopKJoin(const __grid_constant__ TopKArgs a) {
+  constexpr uint32_t kStep = kTopKThreads * kVector;
+  __shared__ TopKShared s;
+  const uint32_t row = blockIdx.x;
+  const uint64_t* x = static_cast<const uint64_t*>(a.x) + static_cast<int64_t>(row) * a.width;
+  if (threadIdx.x == 0) s.count = 0;
+  uint64_t bound = 0;
+  for (uint32_t tile = 0; tile < a.width; tile += kStep * kPacks) {
+    const uint32_t first = tile + threadIdx.x * kVector;
+    uint64_t own[kVector * kPacks];
+    uint32_t wanted = 0;
+#pragma unroll
+    for (int i = 0; i < kVector * kPacks; ++i) own[i] = 0;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if (first + p * kStep < a.width) {
+        const auto pack = LoadVector<uint64_t, kVector>(x + first + p * kStep);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) own[p * kVector + i] = Element(pack, i);
+      }
+    }
+    if (tile == 0) {
+      uint32_t largest = 0;
+#pragma unroll
+      for (int i = 0; i < kVector * kPacks; ++i) largest = max(largest, KeyOf(own[i]));
+      bound = FirstBound(s, largest, a.k);
+    }
+#pragma unroll
+    for (int i = 0; i < kVector * kPacks; ++i) wanted |= static_cast<uint32_t>(own[i] > bound) << i;
+    // A tile has a candidate of every part, and what follows in the part is smaller.
+    if (!__syncthreads_or(wanted != 0)) break;
+    while (true) {
+      wanted = Append(s, wanted, bound, [&](uint32_t i) { return Picked(own, i); });
+      if (!__syncthreads_or(wanted != 0)) break;
+      bound = Keep(s, a.k);
+    }
+  }
+  Finish<Bits, kOrder>(s, a, row, 0);
+}
+
 constexpr uint32_t kTopKRows = kTopKThreads / 32;  // of a block of TopKWarp
 
-// width <= 32 * kVector * kPacks, k <= 32.
-template <class Bits, Order kOrder, int kVector, int kPacks> __global__ void __launch_bounds__(kTopKThreads)
-    TopKWarp(const __grid_constant__ TopKArgs a) {
-  constexpr int kOwn = kVector * kPacks;
-  constexpr uint32_t kStep = 32 * kVector;
+// A row that a warp holds: `kVector` elements of a lane from column `first` on, and as many from every 32 * kVector columns later.
+template <int kVector, int kPacks> struct RowOfWarp {
+  static constexpr int kOwn = kVector * kPacks;
+  static constexpr uint32_t kStep = 32 * kVector;
   static_assert(kOwn <= 32);
-  const uint32_t lane = threadIdx.x % 32, row = blockIdx.x * kTopKRows + threadIdx.x / 32, first = lane * kVector;
-  if (row >= a.rows) return;
-  const Bits* x = static_cast<const Bits*>(a.x) + static_cast<int64_t>(row) * a.width;
-  Pack<Bits, kVector> packs[kPacks];
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    packs[p] = ZeroPack<Bits, kVector>();
-    if (first + p * kStep < a.width) packs[p] = LoadVector<Bits, kVector>(x + first + p * kStep);
+  uint32_t keys[kOwn], first;
+  uint32_t left;  // the bits of the elements that exist
+
+  // Lane n gets the n-th largest candidate, for n < k <= 32. room: memory of this warp; others must not write it until the next barrier.
+  __device__ __forceinline__ uint64_t Select(uint32_t k, uint64_t* room) {
+    constexpr uint32_t kFew = 3;  // so many are found one by one
+    return k <= kFew ? OneByOne(k) : AboveBound(k, room);
   }
-  uint32_t keys[kOwn], left = 0;  // left: the elements that are not chosen yet
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    keys[i] = ToKey<Bits, kOrder>(Element(packs[i / kVector], i % kVector));
-    left |= static_cast<uint32_t>(first + i / kVector * kStep < a.width) << i;
-  }
+
+ private:
+  __device__ __forceinline__ uint32_t Column(int i) const { return first + i / kVector * kStep + i % kVector; }
+
   // The largest of what is left, 0 if nothing is. Columns of a lane ascend with i.
-  auto largest = [&]() -> uint64_t {
+  __device__ __forceinline__ uint64_t Largest() const {
     uint32_t key = 0, column = ~0u;
 #pragma unroll
     for (int i = kOwn - 1; i >= 0; --i) {
-      if (left >> i & 1 && keys[i] >= key) key = keys[i], column = first + i / kVector * kStep + i % kVector;
+      if (left >> i & 1 && keys[i] >= key) key = keys[i], column = Column(i);
     }
     return Candidate(key, column);
-  };
-  uint64_t own = largest(), kept = 0;
-  for (uint32_t n = 0; n < a.k; ++n) {
-    const uint32_t key = __reduce_max_sync(~0u, KeyOf(own));
-    const uint32_t low = __reduce_max_sync(~0u, KeyOf(own) == key ? static_cast<uint32_t>(own) : 0);
-    const uint64_t chosen = static_cast<uint64_t>(key) << 32 | low;
-    if (lane == n) kept = chosen;
-    if (own == chosen) {
-      const uint32_t column = ColumnOf(chosen) - first;
-      left &= ~(1u << (column / kStep * kVector + column % kVector));
-      own = largest();
-    }
   }
+
+  __device__ __forceinline__ uint64_t OneByOne(uint32_t k) {
+    uint64_t own = Largest(), kept = 0;
+    for (uint32_t n = 0; n < k; ++n) {
+      const uint32_t key = __reduce_max_sync(~0u, KeyOf(own));
+      const uint32_t low = __reduce_max_sync(~0u, KeyOf(own) == key ? static_cast<uint32_t>(own) : 0);
+      const uint64_t chosen = static_cast<uint64_t>(key) << 32 | low;
+      if (threadIdx.x % 32 == n) kept = chosen;
+      if (own == chosen) {
+        const uint32_t column = ColumnOf(chosen) - first;
+        left &= ~(1u << (column / kStep * kVector + column % kVector));
+        own = Largest();
+      }
+    }
+    return kept;
+  }
+
+  // At least k elements reach the k-th largest of the lanes' largest keys, and few more do.
+  __device__ __forceinline__ uint64_t AboveBound(uint32_t k, uint64_t* room) {
+    const uint32_t lane = threadIdx.x % 32, below = (1u << lane) - 1;
+    uint32_t largest = 0, count = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) largest = left >> i & 1 ? max(largest, keys[i]) : largest;
+    const uint32_t bound = __shfl_sync(~0u, SortedInWarp(largest), k - 1);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const bool reaches = left >> i & 1 && keys[i] >= bound;
+      const uint32_t all = __ballot_sync(~0u, reaches), at = count + __popc(all & below);
+      if (reaches && at < 32) room[at] = Candidate(keys[i], Column(i));
+      count += __popc(all);
+    }
+    if (count > 32) return OneByOne(k);  // equal elements
+    __syncwarp();
+    const uint64_t own = lane < count ? room[lane] : 0;
+    __syncwarp();
+    return SortedInWarp(own);
+  }
+};
+
+// width <= 32 * kVector * kPacks, k <= 32.
+template <class Read, Order kOrder, int kVector, int kPacks> __global__ void __launch_bounds__(kTopKThreads)
+    TopKWarp(const __grid_constant__ TopKArgs a) {
+  using Source = typename Read::Source;
+  using Bits = typename Read::Bits;
+  constexpr uint32_t kStep = 32 * kVector;
+  __shared__ uint64_t room[kTopKThreads];
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x * kTopKRows + warp;
+  if (row >= a.rows) return;
+  const Source* x = static_cast<const Source*>(a.x) + static_cast<int64_t>(row) * a.width;
+  RowOfWarp<kVector, kPacks> held;
+  held.first = lane * kVector, held.left = 0;
+  Pack<Source, kVector> packs[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    packs[p] = ZeroPack<Source, kVector>();
+    if (held.first + p * kStep < a.width) packs[p] = LoadVector<Source, kVector>(x + held.first + p * kStep);
+  }
+#pragma unroll
+  for (int i = 0; i < kVector * kPacks; ++i) {
+    held.keys[i] = ToKey<Bits, kOrder>(Read::Of(Element(packs[i / kVector], i % kVector)));
+    held.left |= static_cast<uint32_t>(held.first + i / kVector * kStep < a.width) << i;
+  }
+  const uint64_t kept = held.Select(a.k, room + warp * 32);
   if (lane < a.k) StoreChosen<Bits, kOrder>(a, static_cast<int64_t>(row) * a.k + lane, kept);
 }
 

@@ -2,7 +2,8 @@
 
     top_k_p  (x [..., columns])  ->  values [..., k] like x, indices int32 [..., k]
 
-Values descend; of equal ones those of lower columns come first. Floats are in the total order of IEEE 754, as in lax.top_k.
+With a parameter `function`, a Function of one element, the values are of function(x) and of its type. Values descend; of equal ones
+those of lower columns come first. Floats are in the total order of IEEE 754, as in lax.top_k.
 """
 
 import math
@@ -15,13 +16,14 @@ import numpy as np
 from jax import lax
 
 from jaxkern._core import algorithms, compat, launch, validate
-from jaxkern._core.define import ceil_div
+from jaxkern._core.define import ceil_div, cuda_type
 from jaxkern._core.device import H200
 from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, has_tangent, set_jvp
 from jaxkern._core.signature import FLAT, Signature, primitive
 
-HEADER = "select/top_k.cuh"
+HEADER, FUNCTION_HEADER = "select/top_k.cuh", "select/top_k_function.cuh"
+FUNCTOR = "Function"
 TOP_K = Params(HEADER, "TopKArgs")
 
 ALGORITHMS = ("warp", "block", "split")
@@ -29,9 +31,11 @@ DTYPES = (
     *("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"),
     *("int8", "int16", "int32", "uint8", "uint16", "uint32", "bool"),
 )
+APPLIED = tuple(d for d in DTYPES if not d.startswith("float8"))  # of operands and results of functions
 THREADS, ROWS = 256, 8  # of a block
 RESIDENT = 4  # blocks that a multiprocessor holds: each has 41 KB of shared memory, and 64 registers in a thread
 MOST = 1024  # the greatest k: of the 4096 elements that a block holds, most are to be other candidates
+MOST_PARTS = 2048  # elements of a tile of candidates
 WARP_WIDTH = 1024  # 32 elements in each lane
 
 # Not measured: a warp takes about 35 instructions for each of the k, and 4 for each element of a lane.
@@ -87,43 +91,68 @@ def largest(dtype) -> int:
 algorithms.register(sys.modules[__name__], "top_k")
 
 
+def _reader(x, selected, function) -> tuple[str, str, str]:
+    """A header, the template arguments for elements that kernels read and select, and the source of the function."""
+    bits, order = element(selected).split(", ")
+    if function is None:
+        return HEADER, f"jaxkern::Same<{bits}>, {order}", ""
+    applied = f"jaxkern::Applied<{cuda_type(x.dtype)}, {cuda_type(selected)}, {FUNCTOR}>"
+    return FUNCTION_HEADER, f"{applied}, {order}", function.source(FUNCTOR)
+
+
 def _parts(p: Problem, device) -> int:
     """How many blocks share a row so that all multiprocessors read, and parts are long."""
-    return min(device.sm_count * RESIDENT // p.rows, p.columns // max(PART, PART_OF_K * p.k))
+    return min(device.sm_count * RESIDENT // p.rows, p.columns // max(PART, PART_OF_K * p.k), MOST_PARTS)
 
 
-def plan(device, operands, results, *, k) -> launch.Plan | None:
+def _loads(vectors: bool, size: int, columns: int) -> tuple[int, int]:
+    """(elements of a load, loads at once) of a block, for elements of `size` bytes. vectors: whether rows are aligned."""
+    vector = 16 // size if vectors and columns * size % 16 == 0 else 1
+    return vector, 8 if vector == 1 else min(4, 16 // vector)
+
+
+def loads_of_warp(vectors: bool, size: int, columns: int) -> tuple[int, int]:
+    """(elements of a load, loads of a lane) for a row that a warp holds."""
+    vector, _ = _loads(vectors, size, columns)
+    if vector > 1 and 32 * vector > columns:
+        vector //= 2  # more lanes have elements
+    return vector, 1 << (ceil_div(columns, 32 * vector) - 1).bit_length()
+
+
+def plan(device, operands, results, *, k, function=None) -> launch.Plan | None:
     """The plan for x [..., columns]; None if there is no kernel for it."""
     del results
     (x,) = operands
+    selected = x.dtype if function is None else function.out_dtypes[0]
+    if function is not None and not (function.fits() and {x.dtype.name, selected.name} <= set(APPLIED)):
+        return None
     *batch, columns = x.shape
-    p = Problem(math.prod(batch), columns, k, x.dtype.name)
+    p = Problem(math.prod(batch), columns, k, selected.name)
     forced = algorithms.forced("top_k")
     algorithm = algorithms.pick("top_k", forced, p, device) if forced != "xla" else None
     if algorithm is None:
         return None
+    header, read_as, source = _reader(x, selected, function)
     outputs = {"values": launch.result(0), "indices": launch.result(1), "candidates": launch.null}
     whole = {"rows": p.rows, "width": columns, "k": k, "parts": 1, "part": columns, "sorted": 1 << (k - 1).bit_length()}
 
-    def loads(vectors, size, width):
-        """Elements of a load, and loads at once."""
-        vector = 16 // size if vectors and width * size % 16 == 0 else 1
-        return vector, 8 if vector == 1 else min(4, 16 // vector)
-
     def warps(vectors):
-        vector, _ = loads(vectors, x.dtype.itemsize, columns)
-        packs = 1 << (ceil_div(columns, 32 * vector) - 1).bit_length()
-        args = [TOP_K(x=launch.operand(0), **outputs, **whole)]
+        vector, packs = loads_of_warp(vectors, x.dtype.itemsize, columns)
+        args = [TOP_K(x=launch.operand(0), **outputs, **whole, tile_bits=0)]
         return launch.Launch(
-            HEADER, f"TopKWarp<{element(x.dtype)}, {vector}, {packs}>", args, ceil_div(p.rows, ROWS), THREADS
+            header, f"TopKWarp<{read_as}, {vector}, {packs}>", args, ceil_div(p.rows, ROWS), THREADS, source=source
         )
 
     def blocks(vectors, joins=False, size=x.dtype.itemsize, width=columns, **given):
-        vector, packs = loads(vectors, size, width)
+        vector, packs = _loads(vectors, size, width)
         read = {"x": launch.scratch() if joins else launch.operand(0), "width": width, "part": width}
-        args = TOP_K(**(outputs | whole | read | given))
-        name = f"TopKBlock<{element(x.dtype)}, {'true' if joins else 'false'}, {vector}, {packs}>"
-        return launch.Launch(HEADER, name, [args], p.rows * given.get("parts", 1), THREADS)
+        args = outputs | whole | read | given
+        tiles = ceil_div(args["part"], THREADS * vector * packs)
+        args = TOP_K(**args, tile_bits=(tiles - 1).bit_length())
+        blocks, of_block = p.rows * given.get("parts", 1), f"{vector}, {packs}>"
+        if joins:
+            return launch.Launch(HEADER, f"TopKJoin<{element(selected)}, {of_block}", [args], blocks, THREADS)
+        return launch.Launch(header, f"TopKBlock<{read_as}, {of_block}", [args], blocks, THREADS, source=source)
 
     if algorithm == "warp":
         return launch.Plan(algorithm, (warps(True),), unaligned=(warps(False),))
@@ -140,36 +169,79 @@ def plan(device, operands, results, *, k) -> launch.Plan | None:
 # ---- the primitive
 
 
-def reference(x, *, k):
-    return lax.top_k(x, k)
+def reference(x, *, k, function=None):
+    if function is None:
+        return lax.top_k(x, k)
+    return bind(top_k_p, *function(x), k=k)
 
 
-def _shard(prim, over, x, *, k):
+def _adapt(prim, x, *, k, function=None):
+    """More than kernels select are the first of the sorted row."""
+    del prim, x, function
+    return by_sorting if k > MOST and algorithms.forced("top_k") == "auto" else None
+
+
+def by_sorting(x, *, k, function=None):
+    from jaxkern._ops.select.sort_rows import sort_rows_p  # which imports this module
+
+    if function is not None:
+        (x,) = function(x)
+    (indices,) = bind(sort_rows_p, _descending(x), descending=False, wanted=("indices",))
+    return [taken_along(x, indices[..., :k], x.ndim - 1), indices[..., :k]]
+
+
+def _descending(x):
+    """Integers that ascend where elements descend, floats in the total order."""
+    size = 8 * x.dtype.itemsize
+    if x.dtype == bool:
+        return ~x.astype(jnp.uint8)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return ~x
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{size}"))
+    return ~(bits ^ (bits >> (size - 1)) & (2 ** (size - 1) - 1))
+
+
+def _shard(prim, over, x, **given):
     """The k largest of each device's part are candidates."""
     if not over["columns"]:
-        return bind(prim, x, k=k)
-    columns, (values, indices) = x.shape[-1], bind(prim, x, k=min(k, x.shape[-1]))
+        return bind(prim, x, **given)
+    columns, k = x.shape[-1], given["k"]
+    values, indices = bind(prim, x, **given | {"k": min(k, columns)})
     indices = indices + lax.axis_index(over["columns"]).astype(jnp.int32) * columns
     gathered = lambda a: lax.all_gather(a, over["columns"], axis=a.ndim - 1, tiled=True)
     values, at = bind(prim, gathered(values), k=k)
     return [values, jnp.take_along_axis(gathered(indices), at, -1)]
 
 
+def _results(operands, params) -> list[str]:
+    del operands
+    function = params.get("function")
+    return [f"{'x' if function is None else function.out_dtypes[0].name} *batch k", "int32 *batch k"]
+
+
 top_k_p = primitive(
     "jaxkern_top_k",
-    Signature({"x": "any *batch columns"}, ["x *batch k", "int32 *batch k"], layout=FLAT, exact={"columns"}),
+    Signature({"x": "any *batch columns"}, _results, layout=FLAT, exact={"columns"}),
     reference,
     shard=_shard,
     makes_nan=False,
     plan=plan,
+    adapt=_adapt,
     dtypes=DTYPES,
 )
 
 
-def _jvp(primals, tangents, *, k):
+def _jvp(primals, tangents, *, k, function=None):
     """Values are gathered, and so are their tangents."""
-    values, indices = bind(top_k_p, *primals, k=k)
-    return [values, indices], [gathered(values, tangents[0], indices), compat.zero_tangent(indices)]
+    (x,), (t,) = primals, tangents
+    if function is None:
+        values, indices = bind(top_k_p, x, k=k)
+        return [values, indices], [gathered(values, t, indices), compat.zero_tangent(indices)]
+    values, indices = bind(top_k_p, x, k=k, function=function)
+    slope = compat.zero_tangent(values)
+    if function.inexact_results and has_tangent(t):
+        (slope,) = function.jvp((0,))(*(taken_along(a, indices, x.ndim - 1) for a in (x, t)))
+    return [values, indices], [slope, compat.zero_tangent(indices)]
 
 
 def gathered(values, tangent, indices):
