@@ -103,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit of PyTorch Geometric, per graph network and dtype; 0 leaves it out",
     )
     p.add_argument("--force", action="store_true", help="these sets take every case that kernels can run")
+    p.add_argument("--tune", action="store_true", help="measure under accelerate(tune=True) too")
+    p.add_argument("--deterministic", action="store_true", help="measure under accelerate(deterministic=True) too")
     _add_out(p)
     p = commands.add_parser(
         "curves", help="compare the losses of programs in training, plain and under jaxkern.accelerate()"

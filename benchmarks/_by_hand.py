@@ -5,6 +5,7 @@ Each function returns (loss, parameters of a key, data), as in _loops.py.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 
 def _weights(key: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     keys = jax.random.split(key, len(shapes))
-    normal = lambda k, n: jax.random.normal(k, n) / n[0] ** 0.5
+    normal = lambda k, n: jax.random.normal(k, n) / n[-2] ** 0.5
     return {name: jnp.ones(n) if len(n) == 1 else normal(k, n) for k, (name, n) in zip(keys, shapes.items())}
 
 
@@ -50,15 +51,33 @@ def _softmax(scores: Any, dtype: Any) -> Any:
     return (e / e.sum(-1, keepdims=True)).astype(dtype)
 
 
-def llama(dtype: str, small: bool) -> tuple[Any, ...]:
-    """Touvron et al., "LLaMA", 2023: RMSNorm, rotary embeddings, masked softmax, SwiGLU and the loss of labels."""
+def _experts(p: Any, x: Any, chosen: int) -> Any:
+    """SwiGLU of the `chosen` best experts of each token, whose products are grouped by expert."""
+    tokens = x.reshape(-1, x.shape[-1])
+    weights, experts = jax.lax.top_k(jax.nn.softmax((tokens @ p["router"]).astype(jnp.float32), axis=-1), chosen)
+    weights = weights / weights.sum(-1, keepdims=True)
+    order = jnp.argsort(experts.reshape(-1))
+    sizes = jnp.bincount(experts.reshape(-1), length=p["router"].shape[-1])
+    of = order // chosen
+    y = tokens[of]
+    y = jax.nn.silu(jax.lax.ragged_dot(y, p["gate"], sizes)) * jax.lax.ragged_dot(y, p["up"], sizes)
+    y = jax.lax.ragged_dot(y, p["down"], sizes) * weights.reshape(-1)[order][:, None].astype(x.dtype)
+    return jnp.zeros_like(tokens).at[of].add(y).reshape(x.shape)
+
+
+def llama(dtype: str, small: bool, experts: int = 0, cudnn: bool = False) -> tuple[Any, ...]:
+    """Touvron et al., "LLaMA", 2023: RMSNorm, rotary embeddings, masked softmax, SwiGLU and the loss of labels.
+
+    experts: how many there are, two for each token, as in Jiang et al., "Mixtral of Experts", 2024. cudnn: attention is one call.
+    """
     layers, batch, length, width, heads, classes = (2, 2, 16, 32, 4, 64) if small else (8, 8, 1024, 1024, 16, 32000)
     hidden = 4 * width
 
     def params(key):
         square = dict.fromkeys("qkvo", (width, width))
-        shapes = square | {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-        shapes |= {"attention_norm": (width,), "norm": (width,)}
+        own = (experts,) if experts else ()
+        shapes = square | {"gate": (*own, width, hidden), "up": (*own, width, hidden), "down": (*own, hidden, width)}
+        shapes |= {"attention_norm": (width,), "norm": (width,)} | ({"router": (width, experts)} if experts else {})
         *keys, last = jax.random.split(key, layers + 1)
         outer = _weights(last, {"table": (classes, width), "norm": (width,), "head": (width, classes)})
         return outer | {"layers": [_weights(k, shapes) for k in keys]}
@@ -72,6 +91,10 @@ def llama(dtype: str, small: bool) -> tuple[Any, ...]:
 
     def attention(p, x):
         q, k, v = (_heads(x @ p[n], heads) for n in "qkv")
+        if cudnn:  # CPUs do not have it
+            own = "cudnn" if jax.default_backend() == "gpu" else None
+            mixed = jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True, implementation=own)
+            return mixed.reshape(x.shape) @ p["o"]
         scores = jnp.einsum("bqhd,bkhd->bhqk", rotated(q), rotated(k)).astype(jnp.float32)
         causal = jnp.tril(jnp.ones((length, length), bool))
         weights = _softmax(jnp.where(causal, scores * (width // heads) ** -0.5, -1e30), x.dtype)
@@ -83,7 +106,10 @@ def llama(dtype: str, small: bool) -> tuple[Any, ...]:
         for layer in p["layers"]:
             x = x + attention(layer, _rms_norm(x, layer["attention_norm"]))
             y = _rms_norm(x, layer["norm"])
-            x = x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+            if experts:
+                x = x + _experts(layer, y, 2)
+            else:
+                x = x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
         logits = (_rms_norm(x, p["norm"]) @ p["head"]).astype(jnp.float32)
         log_probabilities = jax.nn.log_softmax(logits, axis=-1)
         return -jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1).mean()
@@ -185,4 +211,29 @@ def capped(dtype: str, small: bool) -> tuple[Any, ...]:
     return loss, params, _tokens(batch, length, classes)
 
 
-PROGRAMS = {"llama": llama, "t5 encoder": t5, "vision transformer": vision, "capped transformer": capped}
+def sampling(dtype: str, small: bool) -> tuple[Any, ...]:
+    """(init, step, data): a token of each row of logits, by temperature, the 50 best, the best of 90 %, and chance."""
+    rows, classes, best = (4, 500, 10) if small else (128, 128_256, 50)
+    logits = (3 * np.random.default_rng(0).normal(size=(rows, classes))).astype(dtype)
+
+    def step(key, logits):
+        key, own = jax.random.split(key)
+        x = logits / 0.8
+        x = jnp.where(x < jax.lax.top_k(x, best)[0][:, -1:], -jnp.inf, x)
+        ordered = jnp.sort(x, axis=-1)[:, ::-1]
+        before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
+        least = jnp.min(jnp.where(before < 0.9, ordered, jnp.inf), axis=-1, keepdims=True)
+        token = jax.random.categorical(own, jnp.where(x < least, -jnp.inf, x))
+        return key, token.astype(jnp.float32).mean()
+
+    return lambda: jax.random.key(0), step, (logits,)
+
+
+PROGRAMS = {
+    "llama": llama,
+    "llama with experts": functools.partial(llama, experts=8),
+    "llama with cudnn": functools.partial(llama, cudnn=True),
+    "t5 encoder": t5,
+    "vision transformer": vision,
+    "capped transformer": capped,
+}

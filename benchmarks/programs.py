@@ -5,19 +5,27 @@
     python -m benchmarks programs --explain                    what would be taken on a GPU, without one
     python -m benchmarks programs --only default,log_softmax --only scatter_add
                                                                beside the default, also under accelerate(only=...)
+    python -m benchmarks programs --tune                       beside the default, also under accelerate(tune=True)
+    python -m benchmarks programs --deterministic              also under accelerate(deterministic=True), in 100 runs
     python -m benchmarks programs --pyg 30                     PyTorch Geometric for 30 s per model; 0 leaves it out
 
 Graph convolution and attention, an interaction network, a potential with forces, an embedding with a dense layer, a
 click model with bags of ids, a classifier over a large vocabulary, and programs of loops (a recurrent layer, state
 space layers, advantages, random walks, oscillators, an adaptive integrator) are written in plain JAX and optax. Where
 their libraries are installed, there are also the same with jraph and flax.linen, a mesh simulator of flax.linen,
-transformers of flax.nnx, equinox and haiku, and optimal transport with ott-jax. Steps are enqueued one after the
-other and timed by the host's clock. Where PyTorch Geometric is installed, the graph networks run in it, too. Indices
-are arguments of the step: XLA folds scatters of constants for half a minute.
+transformers of flax.nnx, equinox and haiku, optimal transport with ott-jax, molecular dynamics with jax-md, and a
+hierarchical model with NumPyro. Steps are enqueued one after the other and timed by the host's clock; the time of the
+device and the memory of the step are beside it. Where PyTorch Geometric is installed, the graph networks run in it,
+too. Indices are arguments of the step: XLA folds scatters of constants for half a minute.
+
+Runs that are started side by side compile together, and measure one after the other when all have compiled. Regions are
+timed for `tune` while nothing else runs.
 """
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
@@ -33,12 +41,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkern
-from benchmarks import _by_hand, _geometric, _goals, _loops, _report, _run, _timing, _torch
+from benchmarks import _by_hand, _geometric, _goals, _loops, _packages, _report, _run, _timing, _torch
 from jaxkern._core import switch
 
 OPERATION = "programs"
 SAMPLE = 0.2  # seconds of work, at least, that one reading of the clock is about
 LATER = 5.0  # seconds that the first accelerated step may take longer
+LARGER = 1.02  # memory of the accelerated step over the plain one's, at most
+RUNS, SLOWER = 100, 1.2  # equal runs with sums in a fixed order, and their time over the plain program's, at most
+TRACED, KERNELS = 3, 16  # steps of which kernels are traced, and how many kinds of kernels are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -612,7 +623,14 @@ def programs() -> list[Program]:
     for name, make in _by_hand.PROGRAMS.items():
         make = functools.partial(_trained, make)
         found.append(Program(f"{name}, by hand", "bfloat16", make, 0.98))
+    found.append(
+        Program("sampling of tokens", "float32", lambda t, small: Training(*_by_hand.sampling(t, small)), 0.98)
+    )
     found.append(Program("sinkhorn, ott-jax", "float32", _sinkhorn, 1.0, package="ott"))
+    molecules = lambda t, small: Training(*_packages.molecular_dynamics(t, small))
+    found.append(Program("molecular dynamics, jax-md", "float32", molecules, 6, package="jax_md"))
+    model = functools.partial(_trained, _packages.hierarchical_model)
+    found.append(Program("hierarchical model, numpyro", "float32", model, 5, package="numpyro"))
     return [p for p in found if not p.package or importlib.util.find_spec(p.package)]
 
 
@@ -625,19 +643,38 @@ def _trained(make, dtype, small) -> Training:
 # --- what runs -----------------------------------------------------------------------------------
 
 
+class _Compiled(NamedTuple):
+    init: Any
+    step: Any
+    seconds: float  # of tracing and compilation of the step
+    memory: int  # bytes of its operands, results and temporary arrays
+
+
 class _Measured(NamedTuple):
     time: _timing.Timing  # of a step
-    first: float  # seconds of the first one
+    first: float  # seconds of the first one, compilation included
     loss: float  # after it
+    memory: int = 0
+    device: dict[str, float] = {}  # {kernel: microseconds of a step}, on a GPU
 
 
-def _measured(training: Training, repeats: int) -> _Measured:
-    step = jax.jit(training.step, donate_argnums=0)
+def _compiled(training: Training, init: Any) -> _Compiled:
+    """init: the compiled function of this name."""
+    begin = time.perf_counter()
+    step = jax.jit(training.step, donate_argnums=0).lower(*training.specs()).compile()
+    seconds, sizes = time.perf_counter() - begin, step.memory_analysis()
+    own = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
+    memory = sum(getattr(sizes, name, 0) for name in own) - getattr(sizes, "alias_size_in_bytes", 0)
+    return _Compiled(init, step, seconds, memory)
+
+
+def _measured(training: Training, compiled: _Compiled, repeats: int) -> _Measured:
+    step = compiled.step
     data = [jax.device_put(a) for a in training.data]
-    state = jax.block_until_ready(jax.jit(training.init)())
+    state = jax.block_until_ready(compiled.init())
     begin = time.perf_counter()
     state, loss = jax.block_until_ready(step(state, *data))
-    first = time.perf_counter() - begin
+    first = compiled.seconds + time.perf_counter() - begin
 
     def run():
         nonlocal state, value
@@ -645,7 +682,32 @@ def _measured(training: Training, repeats: int) -> _Measured:
 
     value = loss
     samples = _timing.steps(run, lambda: jax.block_until_ready((state, value)), repeats, SAMPLE)
-    return _Measured(_timing.Timing(samples, "host"), first, float(loss))
+    spent: collections.Counter[str] = collections.Counter()
+    if _run.backend() == "gpu" and samples[0] < 1e6:
+        with _timing.trace() as events:
+            for _ in range(TRACED):
+                run()
+            jax.block_until_ready((state, value))
+        for e in events:
+            spent[_timing.short_name(e.name)] += e.duration_ns / TRACED / 1e3
+    return _Measured(_timing.Timing(samples, "host"), first, float(loss), compiled.memory, dict(spent))
+
+
+def _equal_runs(training: Training, compiled: _Compiled) -> int:
+    """How many of `RUNS` runs of the step have the same bits as the first."""
+    data = [jax.device_put(a) for a in training.data]
+    begin, step = compiled.init, compiled.step
+
+    def bits(a):
+        a = jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a
+        inexact = jnp.issubdtype(a.dtype, jnp.inexact)
+        return jax.lax.bitcast_convert_type(a, jnp.dtype(f"uint{8 * a.dtype.itemsize}")) if inexact else a
+
+    same = jax.jit(
+        lambda a, b: jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.all(bits(x) == bits(y)), a, b))))
+    )
+    first = step(begin(), *data)
+    return 1 + sum(bool(same(first, step(begin(), *data))) for _ in range(RUNS - 1))
 
 
 def _compile_plainly(training: Training) -> None:
@@ -679,6 +741,10 @@ def _sets(arguments: Any) -> dict[str, dict[str, Any]]:
         found[f" [only {text}]"] = {"only": names}
     for text in getattr(arguments, "without", None) or ():
         found[f" [without {text}]"] = {"without": text.split(",")}
+    if getattr(arguments, "tune", False):
+        found[" [tuned]"] = {"tune": True}
+    if getattr(arguments, "deterministic", False):
+        found[" [deterministic]"] = {"deterministic": True}
     if getattr(arguments, "force", False):
         found = {(f"{label} [forced]" if label or len(found) == 1 else label): o for label, o in found.items()}
         found = {label: o | {"force": label.endswith("[forced]")} for label, o in found.items()}
@@ -705,33 +771,53 @@ def run(arguments: Any) -> dict[str, Any]:
         "checks": [],
     }
     limit, peers, out = getattr(arguments, "pyg", _geometric.LIMIT), {}, getattr(arguments, "out", None)
-    with _run.turn(alone=True):
-        try:
-            for program in _timing.progress(chosen, len(chosen), "measure programs"):
-                rows += _rows(program, sets, small, repeats, limit, peers)
-                if out is not None:
-                    _report.save(data, out)  # a program may take minutes, and XLA's compilation cannot be interrupted
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-            print(f"benchmarks: interrupted; {len(rows)} results are kept", file=sys.stderr)
+    try:
+        for program in _timing.progress(chosen, len(chosen), "measure programs"):
+            rows += _rows(program, sets, small, repeats, limit, peers)
+            if out is not None:
+                _report.save(data, out)  # a program may take minutes, and XLA's compilation cannot be interrupted
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        print(f"benchmarks: interrupted; {len(rows)} results are kept", file=sys.stderr)
     return data
 
 
 def _rows(program, sets, small, repeats, limit, peers) -> list[dict[str, Any]]:
     """peers: what PyTorch Geometric took for the programs before."""
     training, required = program.make(program.dtype, small), _run.backend() == "gpu" and not small
-    own, runs_plainly = {}, not (program.endless and required)
-    if required and runs_plainly:
-        _compile_plainly(training)
-    for label, options in sets.items():
+    runs_plainly = not (program.endless and required)
+
+    def compiled(options):
         with jaxkern.accelerate(**options):
-            explanation = jaxkern.explain(training.step)(*training.specs())
-            own[label] = explanation, _measured(training, repeats)
-    plain = _measured(training, repeats) if runs_plainly else None
-    pyg = _peer(program, training, limit, peers)
+            return _compiled(training, init), jaxkern.explain(training.step)(*training.specs())
+
+    with _run.turn(alone=False), concurrent.futures.ThreadPoolExecutor() as pool:
+        starting = pool.submit(lambda: jax.jit(training.init).lower().compile())
+        if required and runs_plainly:
+            _compile_plainly(training)
+        init = starting.result()
+        ready = {label: compiled(o) for label, o in sets.items() if not o.get("tune")}
+        plain = _compiled(training, init) if runs_plainly else None
+    own, runs = {}, {}
+    with _run.turn(alone=True):
+        for label, options in sets.items():
+            if label in ready:
+                step, explanation = ready.pop(label)
+                own[label] = explanation, _measured(training, step, repeats)
+                if options.get("deterministic"):
+                    runs[label] = _equal_runs(training, step)
+        plain = None if plain is None else _measured(training, plain, repeats)
+        pyg = _peer(program, training, limit, peers)
+    try:
+        for label in (n for n in sets if n not in own):
+            with _run.turn(alone=True):
+                step, explanation = compiled(sets[label])
+                own[label] = explanation, _measured(training, step, repeats)
+    except KeyboardInterrupt:
+        print(f"benchmarks: interrupted; {program.name} has no {label.strip()}", file=sys.stderr)
     return [
-        _row(program, label, measured, plain, pyg, explanation, required)
+        _row(program, label, measured, plain, pyg, explanation, required, runs.get(label))
         for label, (explanation, measured) in own.items()
     ]
 
@@ -742,8 +828,8 @@ def _portable(source: str) -> str:
     return next((source.removeprefix(f + os.sep) for f in folders if source.startswith(f + os.sep)), source)
 
 
-def _row(program, label, own, plain, pyg, explanation, required) -> dict[str, Any]:
-    """plain: None if the plain program does not end; pyg: None if there is no such peer."""
+def _row(program, label, own, plain, pyg, explanation, required, runs=None) -> dict[str, Any]:
+    """plain: None if the plain program does not end; pyg: None if there is no such peer. runs: how many were equal."""
     measured = {_goals.OURS: own} | ({} if plain is None else {"xla": plain})
     times = {who: m.time.to_json() for who, m in measured.items()}
     if plain is None:
@@ -756,9 +842,14 @@ def _row(program, label, own, plain, pyg, explanation, required) -> dict[str, An
     goals = []
     if required and plain is not None:
         ratio = plain.time.median / own.time.median
-        goals.append({"goal": "plain", "required": program.required, "value": ratio, "met": ratio >= program.required})
+        least = program.required if runs is None else 1 / SLOWER
+        goals.append({"goal": "plain", "required": least, "value": ratio, "met": ratio >= least})
         later = LATER / max(own.first - plain.first, 1e-3)
         goals.append({"goal": "first step", "required": 1.0, "value": later, "met": later >= 1})
+        room = LARGER * plain.memory / max(own.memory, 1)
+        goals.append({"goal": "memory", "required": 1.0, "value": room, "met": room >= 1})
+    if runs is not None:
+        goals.append({"goal": "equal runs", "required": RUNS, "value": runs, "met": runs >= RUNS})
     return {
         "case": program.name + label,
         "group": "programs",
@@ -769,11 +860,18 @@ def _row(program, label, own, plain, pyg, explanation, required) -> dict[str, An
         "times": times,
         "first_s": {who: round(m.first, 3) for who, m in measured.items()},
         "loss": {who: m.loss for who, m in measured.items()},
+        "memory": {who: m.memory for who, m in measured.items()},
+        "device_us": {who: round(sum(m.device.values()), 1) for who, m in measured.items() if m.device},
+        "kernels_us": {who: _longest(m.device) for who, m in measured.items() if m.device},
         "decisions": [dataclasses.asdict(d) | {"source": _portable(d.source)} for d in explanation],
         "handlers": sorted({d.operation for d in explanation.taken}),
         "copy_ratio": {},
         "goals": goals,
     }
+
+
+def _longest(kernels: dict[str, float]) -> dict[str, float]:
+    return {k: round(us, 1) for k, us in sorted(kernels.items(), key=lambda item: -item[1])[:KERNELS]}
 
 
 def table(data: dict[str, Any]) -> str:

@@ -156,7 +156,7 @@ def test_first_steps_are_compared_with_matrix_products_known(endless, monkeypatc
     plain(jnp.zeros(()), jnp.ones(()))
     assert events == ["traced"] * 3
 
-    def measured(training, repeats):
+    def measured(training, compiled, repeats):
         events.append("measured")
         return programs._Measured(_timing.Timing([1.0], "host"), 2.0, 0.0)
 
@@ -168,7 +168,7 @@ def test_first_steps_are_compared_with_matrix_products_known(endless, monkeypatc
     for small in (False, True):
         (row,) = programs._rows(program, {"": {}}, small, 1, 0, {})
         checked = not small and not endless
-        assert [goal["goal"] for goal in row["goals"]] == (["plain", "first step"] if checked else [])
+        assert [goal["goal"] for goal in row["goals"]] == (["plain", "first step", "memory"] if checked else [])
         found = [e for e in events if e != "traced"]
         assert found == ["compiled"] * checked + ["measured"] * (1 if endless and not small else 2)
         assert not checked or events[0] == "compiled"
