@@ -1,6 +1,7 @@
 """Sums of narrow rows in unchanged programs: a scatter-add under `jaxkern.accelerate()` against XLA's atomic additions.
 
     python -m benchmarks scatter [--ops updates,chain] [--cases REGEX]
+    python -m benchmarks scatter --dtypes bfloat16        which XLA adds by compare-and-swap
 
 What XLA takes depends on the indices more than on the sizes: additions to one address wait for each other. The cases are rows of 1, 3
 and 8 float32 numbers, 200 thousand and 2 million updates, and three numbers of rows. The indices are uniform or follow Zipf's law
@@ -91,7 +92,9 @@ class Cell(_cell.Cell):
         rows = case.count + case.rows
         if self.op == "chain":
             rows += case.rows
-        return 4 * (rows * case.width + (3 if self.op == "chain" else 1) * case.count)
+        weights = case.count if self.op == "chain" else 0
+        indices = (2 if self.op == "chain" else 1) * case.count
+        return jnp.dtype(self.dtype).itemsize * (rows * case.width + weights) + 4 * indices
 
     def goals(self) -> list[dict[str, Any]]:
         many = self.case.kind == "zipf" and self.case.count >= 2_000_000
@@ -168,7 +171,7 @@ def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str
         exact[:, c] = np.bincount(arguments[0], values[:, c], cell.case.rows)
     error = lambda p: np.abs(column(np.asarray(p(*inputs.feed(p.specs)(0)))) - exact).max()
     ours, theirs = map(error, compiled)
-    allowed = max(theirs, float(np.finfo(np.float32).eps) / 2 * np.abs(exact).max())
+    allowed = max(theirs, float(jnp.finfo(cell.dtype).eps) / 2 * np.abs(exact).max())
     value = min(float(allowed / max(ours, 1e-300)), 1e6)
     required = 1 / _goals.ERROR
     return [{"goal": "accurate", "required": round(required, 4), "value": round(value, 4), "met": value >= required}]

@@ -37,8 +37,8 @@ CROWDED_WIDE, CROWDED_ROWS = 1 << 13, 64
 CHAIN_COUNT = 100_000
 CHAIN_ROWS = 16  # rows for each edge, at most: the kernel finds where each row begins
 ORDERED_COUNT = 1 << 14  # in 16 bits, or in an order that is there already: below, launches take as long as the sums
-# Narrow rows in no fixed order: bytes of a row; updates from which launches take less time than the sums.
-FREE_DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.float64)))
+# Narrow rows in no fixed order: bytes of a row of sums, which are float32 for 16-bit numbers; updates from which launches take less
+# time than the sums.
 FREE_BYTES, FREE_COUNT = 60, 100_000
 ALONE_BYTES = 32  # of a row of updates that XLA would not have stored
 FUSED_GATHER = "XLA fuses the gather that makes the updates"
@@ -270,9 +270,9 @@ def chain(p: Scatter, ordered: bool) -> tuple[bool, str]:
 
 def free(p: Scatter) -> tuple[bool, str]:
     """Whether narrow rows are added in no fixed order, as XLA adds them (unordered.py)."""
-    if p.operation != "scatter_add" or p.dtype not in FREE_DTYPES:
+    if p.operation != "scatter_add" or p.dtype not in FLOATS:
         return False, f"no atomic sums of {p.dtype}"
-    if p.batch * p.lead > 1 or p.trail * p.dtype.itemsize > FREE_BYTES:
+    if p.batch * p.lead > 1 or p.trail * max(4, p.dtype.itemsize) > FREE_BYTES:
         return False, f"{p.trail} elements side by side are many"
     if p.is_sorted or p.is_unique:
         return False, "nothing was measured with sorted or unique indices"

@@ -2,7 +2,7 @@
 
 XLA's own scatter adds in no fixed order, too. What it costs depends on the indices, which nobody knows when a program is lowered;
 the kernel (ffi/kernels/messages/scatter.cuh) looks at a sample of them. It reads indices as they are in the program, before they are
-wrapped around zero, so that no pass over them is needed.
+wrapped around zero, so that no pass over them is needed. Sums of 16-bit numbers are made in float32 and rounded once.
 """
 
 import math
@@ -11,6 +11,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing.reference import added
 from jaxkern._ops.messages.edges import features_of
 from jaxkern._ops.messages.scatter import edge_scatter
@@ -45,19 +46,21 @@ def has_plan(chain, edges, shapes, dtypes, operand) -> bool:
     """Whether there is a kernel. shapes, dtypes: of the arrays of a message."""
     other, index = chain.free.other, jax.core.ShapedArray((edges,), jnp.int32)
     arrays = [jax.core.ShapedArray(s, d) for s, d in zip(shapes, dtypes)]
-    results = [jax.core.ShapedArray((operand.shape[0], *features_of(arrays)), operand.dtype)]
+    dtype = jnp.dtype(computing(operand.dtype))
+    results = [jax.core.ShapedArray((operand.shape[0], *features_of(arrays)), dtype)]
     indices = [None, index, index if other is not None and other.stride == 0 else None]
     params = dict(
         function=chain.function, ends=tuple(o.end for o in chain.operands), rows=operand.shape[0], other=other
     )
-    params |= dict(wrap=chain.free.wrap, clip=False, dtype=operand.dtype)
+    params |= dict(wrap=chain.free.wrap, clip=False, dtype=dtype)
     return scatter_plan(None, [*indices, *arrays], results, **params) is not None
 
 
 def run(operand, values, arrays, *, chain, clip, onto_identity):
     """The scatter: its operand and the sums of the messages. arrays: the operands of the message."""
     own, features = chain.free, features_of(arrays)
-    whole = math.prod(features) == operand.size // operand.shape[0]
+    dtype = jnp.dtype(computing(operand.dtype))
+    whole = math.prod(features) == operand.size // operand.shape[0] and dtype == operand.dtype
     indexed = own.other is not None and own.other.stride == 0
     y = edge_scatter(
         operand.reshape(-1, *features) if whole and not onto_identity else None,
@@ -70,9 +73,10 @@ def run(operand, values, arrays, *, chain, clip, onto_identity):
         other=own.other,
         wrap=own.wrap,
         clip=clip,
-        dtype=operand.dtype,
+        dtype=dtype,
     )
     if not whole:
         y = jnp.broadcast_to(y, (operand.shape[0], *chain.full[chain.counts :]))
     y = y.reshape(operand.shape)
-    return y if onto_identity or whole else added(operand, y)
+    y = y if onto_identity or whole else added(operand.astype(dtype), y)
+    return y.astype(operand.dtype)
