@@ -73,8 +73,8 @@ class accelerate(contextlib.ContextDecorator):
     * "rows": what a program computes with rows by `jnp.mean`, `jnp.sum`, `jnp.max`: norms, masked softmax, losses, and
       their gradients
 
-    log_softmax and rows are taken on request alone, by `only`. LayerNorm and RMSNorm of other libraries run as they are:
-    `jaxkern.layer_norm` and `jaxkern.rms_norm` are functions to call in their place.
+    log_softmax and rows are taken on request alone: by `only`, and rows by `tune`. LayerNorm and RMSNorm of other libraries
+    run as they are: `jaxkern.layer_norm` and `jaxkern.rms_norm` are functions to call in their place.
 
     If gathers of rows and elementwise arithmetic compute the updates of a scatter, as in `segment_sum(x[senders] *
     w[:, None], receivers)`, one kernel runs the whole chain, and no array of edges x features is stored.
@@ -95,13 +95,14 @@ class accelerate(contextlib.ContextDecorator):
             run in place of its kernels. For tests.
         export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
         deterministic: takes every scatter-add of floating-point numbers that kernels can run, whatever its size, and adds
-            in a fixed order. By default short rows of float32 or float64 are added in no fixed order, as XLA adds them.
-        tune: with "rows" in `only`, the GPU times each region of rows once, as XLA runs it and as one kernel, while a program
-            that has it is compiled. These times decide in place of estimates. They are kept in the cache folder.
+            in a fixed order. By default rows of at most 15 numbers are added in no fixed order, as XLA adds them.
+        tune: the GPU times each region of rows once, as XLA runs it and as one kernel, while a program that has it is
+            compiled. These times decide in place of estimates. They are kept in the cache folder. "rows" is then among the
+            operations that are taken by default.
 
     Selections, sorts, searches and counts have the bits of plain JAX, and equal elements its order where JAX says which
     that is (not so in `jax.lax.approx_max_k` and with `is_stable=False`). Other results differ by rounding. Sums of 16-bit
-    numbers are made in float32. Sums of rows of more than 60 bytes have the same bits in every run, with `deterministic`
+    numbers are made in float32. Sums of rows of more than 15 numbers have the same bits in every run, with `deterministic`
     all sums that are taken. Otherwise results differ only in these cases: the gradient of a softmax is 0 where the softmax
     is 0, even if a cotangent is infinite or NaN; the loss or the gradient of a row of logits that holds +inf may be inf or
     NaN where optax has NaN or 0; if a program converts logits from bfloat16 to float32 for
@@ -321,11 +322,12 @@ def _settings(only, without, force, export, deterministic, tune, name="accelerat
         raise TypeError(
             "jaxkern.accelerate: only is a function; as a decorator: @jaxkern.accelerate(), with parentheses"
         )
-    only = switch.DEFAULT if only is None else _operations(name, "only", only)
+    tune = validate.flag(name, "tune", tune)
+    default = (*switch.DEFAULT, "rows") if tune else switch.DEFAULT
+    only = default if only is None else _operations(name, "only", only)
     without = _operations(name, "without", without)
     force, export = validate.flag(name, "force", force), validate.flag(name, "export", export)
     deterministic = validate.flag(name, "deterministic", deterministic)
-    tune = validate.flag(name, "tune", tune)
     return Settings(frozenset(only) - frozenset(without), force, export, deterministic=deterministic, tune=tune)
 
 

@@ -4,6 +4,7 @@ import concurrent.futures
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import ON_GPU
 
@@ -12,10 +13,7 @@ from jaxkern._accelerate import tune
 from jaxkern._accelerate.tune import UNKNOWN, Times
 from jaxkern._core import cache, registry, timing
 
-pytestmark = [
-    pytest.mark.skipif(not registry.kernels_run(), reason="no kernels"),
-    pytest.mark.skipif(ON_GPU, reason="times are given"),
-]
+pytestmark = pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
 ROWS = (jax.ShapeDtypeStruct((4096, 1024), "float32"),)
 
 
@@ -27,23 +25,23 @@ def residual_norm(x):  # the model takes it
 @pytest.fixture
 def given(monkeypatch, tmp_path):
     """The times that regions have, and the regions that are timed."""
+    if ON_GPU:
+        pytest.skip("times are given")
 
     class Given:
         times, timed = Times(2e-5, 1e-5), []
 
-    def timed(function):
-        Given.timed.append(function)
-        if isinstance(Given.times, Exception):
-            raise Given.times
-        return Given.times
+    def timed(functions, wide):
+        Given.timed += functions
+        return [Given.times] * len(functions)
 
     monkeypatch.setenv("JAXKERN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tune, "device_kind", lambda: "a GPU")
     monkeypatch.setattr(tune, "timed", timed)
-    tune._times.cache_clear()
+    tune._known.clear()
     yield Given
     Given.timed.clear()
-    tune._times.cache_clear()
+    tune._known.clear()
 
 
 def explained(f=residual_norm, platform="cuda", **options):
@@ -66,7 +64,7 @@ def test_a_region_is_timed_once(given, monkeypatch, tmp_path):
     """In a process, and in all later ones that have the same GPU."""
     explained(tune=True)
     explained(tune=True)
-    tune._times.cache_clear()
+    tune._known.clear()
     explained(tune=True)
     assert len(given.timed) == 1
     (file,) = tmp_path.iterdir()
@@ -76,7 +74,7 @@ def test_a_region_is_timed_once(given, monkeypatch, tmp_path):
     assert len(given.timed) == 2
     file.write_text('{"xla": ')
     monkeypatch.setattr(tune, "device_kind", lambda: "a GPU")
-    tune._times.cache_clear()
+    tune._known.clear()
     explained(tune=True)
     assert len(given.timed) == 3
 
@@ -98,16 +96,30 @@ def test_memory_that_is_short(given, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(not ON_GPU, reason="no GPU")
+def test_a_gpu_times_regions(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXKERN_CACHE_DIR", str(tmp_path))
+    tune._known.clear()
+    x = jax.random.normal(jax.random.key(0), (32768, 4096))
+    with jaxkern.accelerate(only="rows", tune=True):
+        (found,) = jaxkern.explain(residual_norm)(x)
+        own = jax.jit(residual_norm)(x)
+    assert "measured" in found.reason and list(tmp_path.glob("*.times")), found
+    np.testing.assert_allclose(own[0], jax.jit(lambda x: residual_norm(x))(x)[0], rtol=1e-5, atol=1e-6)
+    tune._known.clear()
+
+
 def test_times_are_taken_while_a_program_is_lowered(given, monkeypatch):
     """By calls of compiled functions in a thread of their own, here on the CPU."""
     monkeypatch.setattr(timing, "COLD", 1 << 10)
     monkeypatch.setattr(timing, "READING", 1e-4)
-    found = []
+    found, device = [], jax.devices("cpu")[0]
 
-    def timed(function):
+    def timed(functions, wide):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            found.append(pool.submit(tune._timed, function, False, jax.devices("cpu")[0]).result())
-        return found[-1]
+            own = lambda f: tune._timed(tune._compiled(f, wide, device), wide, device)
+            found.extend(pool.map(own, functions))
+        return found
 
     monkeypatch.setattr(tune, "timed", timed)
     mesh, few = jax.make_mesh((1,), "d"), jax.ShapeDtypeStruct((128, 512), "float32")

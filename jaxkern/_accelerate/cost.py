@@ -13,6 +13,7 @@ number of them is kept.
 import dataclasses
 import math
 
+from jaxkern._accelerate.places import shares
 from jaxkern._core import device
 from jaxkern._engines.jaxpr import MOVES, Value
 from jaxkern._engines.rows import tuning
@@ -24,9 +25,10 @@ GAIN = 1.03  # XLA's time over the kernel's, at least, where a region is taken
 H200_BANDWIDTH, BANDWIDTH = 4.2e12, 3.1e12
 LAUNCH = 1.5e-6  # seconds between a kernel and the next
 
-# Triton's kernel where it has several stages or elementary functions: in 16 bits [soft_cap, 32768x4096: 1.8 and 3.0 backward], and of
-# long rows [soft_cap, float32 8192x16384: 2.2].
-TRITON_NARROW, TRITON_LONG, LONG = 1.6, 1.4, 8192
+# Triton's kernel where it has several stages or elementary functions: in 16 bits [soft_cap, 32768x4096: 1.7]; the same from SHORT on where
+# it writes rows after three reductions [soft_cap backward 3.2, threshold backward 2.7]; of long rows [soft_cap, float32 8192x16384: 2.2];
+# and of others from SHORT on [threshold backward, float32 32768x4096: 1.14].
+TRITON_NARROW, TRITON_THREE, TRITON_LONG, TRITON_WIDE, LONG, SHORT = 1.6, 2.5, 1.4, 1.1, 8192, 512
 # Seconds of an operation of an element, and how many of them an elementary function is; coarsely where 16-bit numbers alone are stored
 # [the loss of the capped transformer, with tanh in each of three passes, H100: 1210 us where bytes take 346; threshold, bfloat16
 # 32768x4096, H200: 160 us where they take 128].
@@ -39,6 +41,7 @@ CLUSTER_SUMS = (
     1.5  # factor where rows of 16 bits that are summed take a cluster [gated_norm backward, bfloat16 8192x16384]
 )
 RAGGED = {2: 1.8, 4: 1.3, 8: 1.1}  # factor of rows that are not whole packs, by the bytes of an element [10872x12345]
+GUARDED = ("warp", "block", "cluster", "streaming", "split")  # algorithms that do not read what conditions exclude
 READS_ALONE = 1.15  # factor of a kernel that writes no rows and reduces in several stages
 
 
@@ -111,16 +114,19 @@ class _Model:
     def kernel(self, plan):
         """(seconds, bytes) of the region's kernel."""
         core = self.core
-        moved, reads = self.distinct, plan.algorithm in ("streaming", "split")  # rows again in each stage
+        share = shares(core) if plan.algorithm in GUARDED else {}
+        size = lambda k: _bytes(self.program.operands[k])
+        moved = self.distinct - round(sum((1 - share[k]) * size(k) for k in share))
+        reads = plan.algorithm in ("streaming", "split")  # rows again in each stage
         if reads:
-            rows = sum(_bytes(self.program.operands[k]) for k in core.rows)
+            rows = round(sum(share.get(k, 1.0) * size(k) for k in core.rows))
             moved += rows * (len(core.stages) - (not core.of_kind("row")))
         factor, columns = 1.0, len(core.of_kind("columns"))
         if columns and plan.algorithm == "cluster" and self.narrow <= 2:
             factor = CLUSTER_SUMS
         elif not core.of_kind("row") and len(core.stages) > 1:
             factor = READS_ALONE
-        if self.program.row.size * self.narrow % tuning.PACK_BYTES:
+        if self._ragged():
             factor *= RAGGED.get(self.narrow, RAGGED[2])
         passes = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in core.passes]
         passes.append([o.value for o in core.outputs if o.kind in ("row", "columns")])
@@ -131,6 +137,10 @@ class _Model:
         arithmetic = OPERATION * sum(self._operations(values, known(p), function) for p, values in enumerate(passes))
         launches = len(plan.launches) + bool(core.epilogue)
         return max(moved * factor / self.bandwidth, arithmetic) + columns * SUMS + launches * LAUNCH, moved
+
+    def _ragged(self) -> bool:
+        """Whether rows are not whole packs."""
+        return bool(self.program.row.size * self.narrow % tuning.PACK_BYTES)
 
     # ---- XLA
 
@@ -158,7 +168,7 @@ class _Model:
         if fuses and len(late) == 1 and (narrow or not core.of_kind("number")):
             kernels.append(self._kernel_of([*whole, *values], late, self._triton()))
         elif fuses and not late and len(self.stages) > 2:
-            kernels.append(self._kernel_of(whole, (), self._triton()))
+            kernels.append(self._kernel_of(whole, (), self._triton(rows=False)))
         else:
             for values_ in reduced:
                 kernels.append(self._kernel_of(values_, ()))
@@ -173,12 +183,16 @@ class _Model:
         seconds = sum(max(b * factor * share, n * XLA_OPERATION) for b, factor, n in kernels)
         return seconds + launches * LAUNCH, moved
 
-    def _triton(self) -> float:
+    def _triton(self, rows=True) -> float:
+        """rows: whether it writes rows."""
         if len(self.stages) < 3 and sum(self.made[v].name in DEAR for v in self.made if v.is_row) < 2:
             return 1.0
+        width = self.program.row.size
         if self.narrow <= 2:
-            return TRITON_NARROW
-        return TRITON_LONG if self.program.row.size >= LONG else 1.0
+            reductions = sum(map(len, self.stages.values()))
+            slow = rows and reductions >= 3 and width >= SHORT and not self._ragged()
+            return TRITON_THREE if slow else TRITON_NARROW
+        return TRITON_LONG if width >= LONG else TRITON_WIDE if width >= SHORT else 1.0
 
     def _kernel_of(self, values, outputs, factor=1.0):
         """(bytes, factor, operations) of a kernel of XLA. factor: of the time of its bytes."""

@@ -74,7 +74,7 @@ def _register_uncached(prim, rule):
 def _lower_statistics(ctx, x, **params):
     taken = _taken(ctx, "logsumexp", x, "one read", "operand")
     body = logsumexp_statistics_p.bind if taken else reductions.statistics
-    return mlir.lower_fun(body, multiple_results=True)(ctx, x, **params)
+    return switch.own_code(mlir.lower_fun(body, multiple_results=True))(ctx, x, **params)
 
 
 _register_uncached(row_statistics_p, _lower_statistics)
@@ -134,7 +134,8 @@ def _gradient_primitive(operation, name, body, reference):
 
     def lower(ctx, y, g, **params):
         taken = _taken(ctx, operation, g, "the gradient in one read", "cotangent")
-        return mlir.lower_fun(body.bind if taken else reference, multiple_results=False)(ctx, y, g, **params)
+        body_or_reference = body.bind if taken else reference
+        return switch.own_code(mlir.lower_fun(body_or_reference, multiple_results=False))(ctx, y, g, **params)
 
     _register_uncached(prim, lower)
     return prim

@@ -84,27 +84,50 @@ def reduces(e):
 
 
 def row_axes(equations, least) -> dict:
-    """{shape: axis} of arrays of at least so many elements that are reduced along one axis: the last, or the most frequent."""
-    counts = collections.Counter()
+    """{shape: axes} of arrays of at least so many elements that are reduced along one axis: the last, or the most frequent.
+
+    Other axes follow if something else than a sum is computed along them, as in Sinkhorn's algorithm. A sum along another axis may
+    be the gradient of a scale, which is a part of a region of the first axis.
+    """
+    counts, others = collections.Counter(), set()
     for e in equations:
         found = reduces(e)
         if found and len(found[1]) == 1 and len(found[0]) > 1 and all(isinstance(n, int) for n in found[0]):
             shape, (axis,) = found
             if math.prod(shape) >= least and 1 < shape[axis] < math.prod(shape):
                 counts[shape, axis] += 1
-    best = {}
-    for (shape, axis), _ in sorted(counts.items(), key=lambda item: (item[0][1] == len(item[0][0]) - 1, item[1])):
-        best[shape] = axis
+            others.update([(shape, axis)] if e.primitive.name != "reduce_sum" else ())
+    best: dict = {}
+    for (shape, axis), _ in sorted(counts.items(), key=lambda item: (item[0][1] != len(item[0][0]) - 1, -item[1])):
+        if shape not in best or (shape, axis) in others:
+            best[shape] = (*best.get(shape, ()), axis)
     return best
+
+
+def _wanted(rows, equations) -> dict:
+    """{value: the axes along which arrays that are computed from it, element by element, are reduced} where rows have several."""
+    found: dict = {}
+    several = {shape for shape, axes in rows.items() if len(axes) > 1}
+    for e in reversed(equations) if several else ():
+        reduced = reduces(e)
+        if reduced is not None and reduced[0] in several and is_variable(e.invars[0]):
+            found.setdefault(e.invars[0], set()).update(reduced[1] if len(reduced[1]) == 1 else ())
+        elif len(e.outvars) == 1 and e.primitive.name in (*ELEMENTWISE, *SAME) and e.outvars[0] in found:
+            for v in variables(e):
+                if v.aval.shape == e.outvars[0].aval.shape:
+                    found.setdefault(v, set()).update(found[e.outvars[0]])
+    return found
 
 
 class _Search:
     """The walk over equations. Groups are numbered; merged ones are found by `root`, and have the bits of all their members."""
 
-    def __init__(self, rows):
+    def __init__(self, rows, equations):
         self.rows = rows
+        self.wanted = _wanted(rows, equations)
         self.parent, self.bits, self.above, self.below = [], [], [], []
         self.shape, self.members, self.reads = [], [], []
+        self.axis = []  # of the rows of each group; None: no reduction has decided it
         self.group = {}  # {value: a group whose equation made it}
         self.direct = {}  # {value: bits of the groups that it depends on, but for what these depend on}
         self.effects = 0  # bits of the groups that equations with effects depend on
@@ -133,6 +156,7 @@ class _Search:
             (self.shape, shape),
             (self.members, []),
             (self.reads, set()),
+            (self.axis, None),
         ):
             values.append(first)
         return g
@@ -146,14 +170,18 @@ class _Search:
         self.below[g] |= self.below[other]
         self.members[g] += self.members[other]
         self.reads[g] |= self.reads[other]
+        self.axis[g] = self.axis[other] if self.axis[g] is None else self.axis[g]
         if self.below[g]:  # what depends on one of both depends on all that the other depends on
             for k, own in enumerate(self.parent):
                 if own == k and self.above[k] & self.bits[g]:
                     self.above[k] |= self.above[g]
         return g
 
+    def axis_of(self, g) -> int:
+        return self.rows[self.shape[g]][0] if self.axis[g] is None else self.axis[g]
+
     def shape_of(self, e):
-        """(shape of the rows that an equation belongs to, whether it may begin a region), or None."""
+        """(shape of the rows that an equation belongs to, whether it may begin a region, their axis if it says one), or None."""
         name = e.primitive.name
         if (
             e.effects
@@ -167,39 +195,49 @@ class _Search:
             return None
         of_number = self._of_number(e)
         if of_number is not None:
-            return of_number, False
+            g = of_number
+            return self.shape[g], False, self.axis_of(g)
         if name in REDUCING:
-            shape, axes = reduces(e)
-            if shape not in self.rows:
-                return None
-            if axes == (self.rows[shape],):
-                return shape, True
-            rest = tuple(k for k in range(len(shape)) if k != self.rows[shape])
-            whole = axes in (rest, tuple(range(len(shape))))
-            return (shape, False) if name == "reduce_sum" and whole else None
+            return self._of_reduction(e, *reduces(e))
         if name in PICKS:
             shape, picked = e.invars[0].aval.shape, e.outvars[0] if name == "gather" else e.invars[2]
-            if shape in self.rows and size_of(picked) * shape[self.rows[shape]] == math.prod(shape):
-                return shape, True
+            if shape in self.rows and size_of(picked) * shape[self.rows[shape][0]] == math.prod(shape):
+                return shape, True, self.rows[shape][0]
             return None
         if out.shape not in self.rows:
             return None
         elementwise = name in ELEMENTWISE or name in SAME
-        return (out.shape, True) if elementwise or name in ("broadcast_in_dim", "iota") else None
+        axes = self.wanted.get(e.outvars[0], ())
+        axis = min(axes) if len(axes) == 1 else None
+        return (out.shape, True, axis) if elementwise or name in ("broadcast_in_dim", "iota") else None
+
+    def _of_reduction(self, e, shape, axes):
+        """As `shape_of`, of a reduction of an array of this shape along some axes."""
+        if shape not in self.rows:
+            return None
+        sums, own = e.primitive.name == "reduce_sum", self.group.get(e.invars[0])
+        own = None if own is None or self.shape[self.root(own)] != shape else self.axis[self.root(own)]
+        first, *others = self.rows[shape]
+        if axes == (first,) or (len(axes) == 1 and axes[0] in others and (not sums or own == axes[0])):
+            return shape, True, axes[0]
+        axis = first if own is None else own
+        rest = tuple(k for k in range(len(shape)) if k != axis)
+        return (shape, False, axis) if sums and axes in (rest, tuple(range(len(shape)))) else None
 
     def _of_number(self, e):
-        """The shape of the rows whose numbers an equation computes with, as the group has it that made one of its operands."""
+        """The group of the rows whose numbers an equation computes with, or None. It made one of its operands."""
         name, out = e.primitive.name, e.outvars[0].aval.shape
         renames = name in RENAMING or name in REDUCING
         if name not in CHEAP and not renames:
             return None
         for v in variables(e):
-            g = self.group.get(v)
-            shape = None if g is None else self.shape[self.root(g)]
-            if shape is None or v.aval.shape == shape or out == shape:
+            g = self.root(self.group[v]) if v in self.group else None
+            if g is None or self.shape[g] in (v.aval.shape, out):
                 continue
+            if math.prod(out) * self.shape[g][self.axis_of(g)] > math.prod(self.shape[g]):
+                continue  # more numbers than rows
             if not renames or is_renamed(v.aval.shape, out):
-                return shape
+                return g
         return None
 
     def add(self, i, e):
@@ -207,7 +245,7 @@ class _Search:
         if found is None:
             self._leave(e)
             return
-        shape, begins = found
+        shape, begins, axis = found
         roots = {v: self.root(self.group[v]) for v in operands if v in self.group}
         near = [g for g in roots.values() if self.shape[g] == shape]
         rows = [v for v in operands if v.aval.shape == shape]
@@ -215,14 +253,17 @@ class _Search:
             near += [g for v in rows if v in self.reader for g in [self.root(self.reader[v])] if self.shape[g] == shape]
         joined: list = []
         for g in dict.fromkeys(near):
-            if self._merges([*joined, g], operands, roots):
+            fits = axis is None or self.axis[g] in (None, axis)
+            if fits and self._merges([*joined, g], operands, roots):
                 joined.append(g)
+                axis = self.axis[g] if axis is None else axis
         if not joined and not begins:
             self._leave(e)
             return
         g = joined[0] if joined else self.new(shape)
         for other in joined[1:]:
             g = self.merge(g, other)
+        self.axis[g] = axis
         self.members[g].append(i)
         outside = 0
         for v in operands:
@@ -235,7 +276,7 @@ class _Search:
                 self.reads[g].add(v)
         (out,) = e.outvars
         self.direct[out] = 1 << g
-        if not reduces(e) or reduces(e)[1] == (self.rows[shape],):
+        if not reduces(e) or reduces(e)[1] == (self.axis_of(g),):
             self.group[out] = g
 
     def _leave(self, e):
@@ -296,7 +337,7 @@ def find(equations, results, least):
     rows = row_axes(equations, least)
     if not rows:
         return equations, []
-    search = _Search(rows)
+    search = _Search(rows, equations)
     for i, e in enumerate(equations):
         search.add(i, e)
     found = []
@@ -305,7 +346,7 @@ def find(equations, results, least):
             continue
         own = [equations[i] for i in sorted(search.members[g])]
         shape = search.shape[g]
-        region = Region(shape, rows[shape], own, {v for e in own for v in e.outvars})
+        region = Region(shape, search.axis_of(g), own, {v for e in own for v in e.outvars})
         if region.reductions:
             found.append((min(search.members[g]), region))
     regions = [region for _, region in sorted(found, key=lambda item: item[0])]

@@ -37,6 +37,7 @@ ROWS = "rows"
 LABEL = "the region"
 LEAST = 1 << 16  # elements of the arrays of a region; fewer take no longer than launches
 MOST_INLINED = 64  # equations of a call
+NEAR = 0.5  # of the kernel's time: a region for which XLA's estimate is shorter is not timed
 
 
 class _Module(typing.NamedTuple):
@@ -54,8 +55,10 @@ def rewrite(module, jaxpr):
     if not switch.wanted(ROWS) or algorithms.xla_forced() or environment.xla_only():
         return jaxpr
     ctx, seen = _Module(module), compat_lowering.of_module(module).setdefault("inlined for rows", {})
+    fused = compat_lowering.of_module(module).setdefault("operands that XLA may fuse with", {})
     if id(jaxpr) in seen or not (settings.force or decisions.listened() or "cuda" in compat_lowering.platforms(ctx)):
         return jaxpr
+    _note_calls(jaxpr, fused)
     least, refusal = 2 if settings.force else LEAST, _refusal(ctx, settings)
     if not any(map(functools.partial(_reduces, least), jaxpr.eqns)):
         return jaxpr
@@ -64,7 +67,7 @@ def rewrite(module, jaxpr):
     while True:
         equations, results, opened = _inlined(jaxpr, seen, marks)
         equations, found = regions.find(equations, results, least)
-        program = _Program(equations, results, found)
+        program = _Program(equations, results, found, {jaxpr.invars[k] for k in fused.get(id(jaxpr), (None, ()))[1]})
         taken = program.decided(settings, refusal, tunes)
         # Functions by name stay if no region needs a part of them: they may have kernels of their own.
         inside = {id(e) for region, _ in taken for e in region.equations}
@@ -83,6 +86,21 @@ def _refusal(ctx, settings) -> str:
     if compat.partitioned_devices(ctx) > 1:
         return "rows on several devices, outside of shard_map"
     return switch.refusal(ctx, settings)
+
+
+def _note_calls(jaxpr, fused) -> None:
+    """Notes which operands of the functions that a jaxpr calls XLA may compute where a function reads them.
+
+    fused: {jaxpr, by its id: (jaxpr, numbers of such operands)}; it grows.
+    """
+    made = {v: e.primitive.name in FUSED for e in jaxpr.eqns for v in e.outvars}
+    own = {jaxpr.invars[k] for k in fused.get(id(jaxpr), (None, ()))[1]}
+    for e in jaxpr.eqns:
+        if e.primitive.name in (*CALLS, *CUSTOM):
+            inner, _ = called_jaxpr(e)
+            if len(inner.invars) == len(e.invars):
+                numbers = {k for k, v in enumerate(e.invars) if is_variable(v) and (made.get(v, False) or v in own)}
+                fused.setdefault(id(inner), (inner, set()))[1].update(numbers)
 
 
 # ---- inlining
@@ -166,14 +184,17 @@ class _Kernel(typing.NamedTuple):
 class _Program:
     """The equations of a jaxpr, its results, and the regions in it."""
 
-    def __init__(self, equations, results, found):
-        self.equations, self.results, self.regions = equations, results, found
+    def __init__(self, equations, results, found, fused=frozenset()):
+        """fused: operands of the program that XLA may compute where it reads them."""
+        self.equations, self.results, self.regions, self.fused = equations, results, found, fused
         self.made = {v: e for e in equations for v in e.outvars}
 
     def decided(self, settings, refusal, tunes) -> list:
         """(region, kernel) of the regions that win. tunes: whether regions are timed."""
         self._connect()
-        self.kernels = {region: self._kernel(region, tunes) for region in self.regions}
+        self.kernels = {region: self._kernel(region) for region in self.regions}
+        if tunes:
+            self._tune()
         wins = lambda kernel: not kernel.problem and not refusal and (settings.force or kernel.estimate.wins)
         return [(region, kernel) for region, kernel in self.kernels.items() if wins(kernel)]
 
@@ -208,8 +229,16 @@ class _Program:
             own = [v for e in region.equations for v in e.outvars]
             region.results = [v for v in own if v in region.made and v in wanted]
 
-    def _kernel(self, region, tunes) -> _Kernel:
-        """tunes: whether the region is timed, if it has a kernel."""
+    def _tune(self):
+        """Puts times in place of the estimates of regions that may win."""
+        near = lambda k: not k.problem and k.estimate.xla >= NEAR * k.estimate.kernel
+        found = {region: kernel for region, kernel in self.kernels.items() if near(kernel)}
+        tune.prepare([kernel.function for kernel in found.values()])
+        for region, kernel in found.items():
+            estimate = tune.measured(kernel.function, _estimated(kernel.function, device.this_device())[0])
+            self.kernels[region] = kernel._replace(estimate=estimate.beside(self._beside(region, kernel.operands)))
+
+    def _kernel(self, region) -> _Kernel:
         needed, kept = set(region.results), []
         for e in reversed(region.equations):
             if not needed.isdisjoint(e.outvars):
@@ -228,14 +257,13 @@ class _Program:
         estimate, problem = _estimated(function, device.this_device())
         if problem:
             return found._replace(problem=problem)
-        estimate = tune.measured(function, estimate) if tunes else estimate
         return found._replace(function=function, estimate=estimate.beside(self._beside(region, operands)))
 
     def _beside(self, region, operands) -> int:
         """Bytes that are moved since XLA cannot fuse a region with the equations that make its operands or read its results."""
         moved = 0
         for v in operands:
-            if region.is_row(v) and v in self.made and not self._is_stored(v):
+            if region.is_row(v) and (v in self.fused or (v in self.made and not self._is_stored(v))):
                 moved += 2 * bytes_of(v)
         for v in region.results:
             readers = self.readers.get(v, ())

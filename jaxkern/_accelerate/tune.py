@@ -8,7 +8,6 @@ jaxkern stay the same.
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -24,6 +23,8 @@ from jaxkern._core import compat, package, registry, runtime, switch, timing
 from jaxkern._engines.rows.primitive import apply
 
 REPEATS = 5  # readings of each time
+COMPILING = 8  # regions that are compiled side by side
+TOGETHER = 4  # calls in one program, at most, so that the host keeps ahead of short ones
 HOST = 1.25  # a call that takes less than this many times its enqueueing is bounded by the host
 
 
@@ -38,6 +39,18 @@ UNKNOWN = Times(0.0, 0.0)
 _turn = threading.Lock()  # one region at a time
 
 
+class _Compiled(typing.NamedTuple):
+    """A region in XLA and as one kernel, as functions of several sets of operands.
+
+    types: of the operands of a set. calls: how many sets a function takes. copies: how many sets there are, at least.
+    """
+
+    forms: list
+    types: list
+    calls: int
+    copies: int
+
+
 def device_kind() -> str:
     """The GPU that regions are timed on; "" if none is, or if processes that run one program might decide apart."""
     if not registry.gpu_present() or not registry.kernels_run() or jax.process_count() > 1:
@@ -45,66 +58,117 @@ def device_kind() -> str:
     return jax.local_devices(backend="cuda")[0].device_kind
 
 
-def timed(function) -> Times:
-    """The times of a `RowFunction` on the first GPU.
+def prepare(functions) -> None:
+    """Times regions, `RowFunction`s, of which no times are kept, on the first GPU. All are compiled before, side by side."""
+    kind = device_kind()
+    wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    new = [f for f in dict.fromkeys(functions) if kind and (f, kind, wide) not in _known]
+    new = [f for f in new if _keep(f, kind, wide, _kept(f, kind, wide)) is None]
+    if not new:
+        return
+    with _turn:
+        for function, times in zip(new, timed(new, wide)):
+            if isinstance(times, Exception):
+                compat.warn_once(f"jaxkern.accelerate(tune=True): a region is not timed, and estimates decide: {times}")
+                _known[function, kind, wide] = UNKNOWN
+            else:
+                _keep(function, kind, wide, times)
+                with contextlib.suppress(OSError):
+                    _write(*_place(function, kind, wide), times)
 
-    Another thread takes them: contexts of this thread, such as a mesh, are the program's, which is being lowered.
+
+def timed(functions, wide) -> list:
+    """The times of each region, or the error that it ended in.
+
+    Other threads take them: contexts of this thread, such as a mesh, are the program's, which is being lowered.
     """
-    wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-    with _turn, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(_timed, function, wide, jax.local_devices(backend="cuda")[0]).result()
+    device = jax.local_devices(backend="cuda")[0]
+
+    def tried(f, *args):
+        try:
+            return f(*args)
+        except jax.errors.JaxRuntimeError as error:  # such as no memory left
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
+        compiled = list(pool.map(lambda f: tried(_compiled, f, wide, device), functions))
+        read = lambda c: c if isinstance(c, Exception) else tried(_timed, c, wide, device)
+        return [pool.submit(read, c).result() for c in compiled]
 
 
-def _timed(function, wide, device) -> Times:
+@contextlib.contextmanager
+def _plain(wide, device):
+    """The contexts in which regions are compiled and called. wide: whether 64-bit types are on."""
     with switch.using(None), compat.enable_x64(wide), jax.default_device(device):
+        yield
+
+
+def _compiled(function, wide, device) -> _Compiled:
+    with _plain(wide, device):
         place = jax.sharding.SingleDeviceSharding(device)
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in function.avals]
-        moved = sum(a.size * a.dtype.itemsize for a in (*function.avals, *function.results))
-        sets = [[timing.random_array(t, k) for k, t in enumerate(types)] for _ in range(timing.copies_of(moved))]
-        forms = (lambda *operands: function(*operands), lambda *operands: apply(function, operands))
-        found = [timing.Candidate(jax.jit(f).lower(*sets[0]).compile(), sets) for f in forms]
+        copies = timing.copies_of(sum(a.size * a.dtype.itemsize for a in (*function.avals, *function.results)))
+        calls = min(TOGETHER, copies)
+        forms = (lambda operands: function(*operands), lambda operands: apply(function, operands))
+        steps = [jax.jit(lambda several, f=f: list(map(f, several))) for f in forms]
+        return _Compiled([step.lower([types] * calls).compile() for step in steps], types, calls, copies)
+
+
+def _timed(compiled, wide, device) -> Times:
+    with _plain(wide, device):
+        draw = lambda: [timing.random_array(t, k) for k, t in enumerate(compiled.types)]
+        sets = [([draw() for _ in range(compiled.calls)],) for _ in range(compiled.copies // compiled.calls)]
+        found = [timing.Candidate(form, sets) for form in compiled.forms]
         for _ in range(REPEATS):
             for candidate in found:
                 candidate.read()
     bounded = lambda c: statistics.median(c.readings) < HOST * statistics.median(c.enqueueing)
     if all(map(bounded, found)):
         return UNKNOWN
-    return Times(*(1e-6 * statistics.median(c.readings) for c in found))
+    return Times(*(1e-6 * statistics.median(c.readings) / compiled.calls for c in found))
 
 
 def measured(function, estimate):
-    """The estimate with the times that were measured, or as it is where there are none."""
-    kind = device_kind()
-    times = _times(function, kind, bool(jax.config.jax_enable_x64)) if kind else UNKNOWN
+    """The estimate with the times that `prepare` took, or as it is where there are none."""
+    wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    times = _known.get((function, device_kind(), wide), UNKNOWN)
     if times == UNKNOWN:
         return estimate
     return dataclasses.replace(estimate, xla=times.xla, kernel=times.kernel, measured=True)
 
 
-@functools.lru_cache(maxsize=4096)
-def _times(function, kind, wide) -> Times:
-    """Times of this process or of earlier ones, or new ones. wide: whether 64-bit types are on."""
+_known: dict = {}  # {(region, GPU, whether 64-bit types are on): its times}
+
+
+def _keep(function, kind, wide, times):
+    """The times, which this process keeps from now on unless they are None."""
+    if times is not None:
+        _known[function, kind, wide] = times
+    return times
+
+
+def _place(function, kind, wide) -> tuple[str, str]:
+    """The file of a region's times, "" if there is no cache folder, and what tells it from others."""
     key = "\n".join((repr(function), kind, str(wide), ".".join(map(str, compat.jaxlib())), package.__version__))
     folder = runtime.cache_folder()
-    path = os.path.join(folder, f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.times") if folder else ""
+    return os.path.join(folder, f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.times") if folder else "", key
+
+
+def _kept(function, kind, wide) -> Times | None:
+    """The times that an earlier process took."""
+    path, key = _place(function, kind, wide)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(pathlib.Path(path).read_text())
         if kept["key"] == key:
             return Times(float(kept["xla"]), float(kept["kernel"]))
-    try:
-        times = timed(function)
-    except jax.errors.JaxRuntimeError as error:  # such as no memory left
-        compat.warn_once(f"jaxkern.accelerate(tune=True): a region is not timed, and estimates decide: {error}")
-        return UNKNOWN
-    with contextlib.suppress(OSError):
-        _write(path, json.dumps({"key": key, **times._asdict()}))
-    return times
+    return None
 
 
-def _write(path, text) -> None:
+def _write(path, key, times) -> None:
     """Writes a file that other processes see whole or not at all."""
     if not path:
         return
+    text = json.dumps({"key": key, **times._asdict()})
     os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=os.path.dirname(path))
     with os.fdopen(handle, "w") as file:

@@ -1,11 +1,13 @@
 """Times of compiled functions by the host's clock, around calls that are enqueued one after the other and waited for once."""
 
 import collections
+import functools
 import math
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 COLD = 192 << 20  # bytes that calls touch before they come back to the same array: three times the L2 of an H200
 COPIES = 256  # copies of the operands, at most. If these do not add up to COLD, the host limits the calls anyway.
@@ -48,15 +50,23 @@ class Candidate:
 
 def random_array(x: jax.ShapeDtypeStruct, seed: int):
     """An array of this type and sharding: normal numbers, integers from 0 to 99 (or as many as the dtype has), or bools."""
+    wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    return _random(x.shape, jnp.dtype(x.dtype), x.sharding, wide)(np.uint32(seed))
 
-    def make():
+
+@functools.lru_cache(maxsize=64)
+def _random(shape, dtype, sharding, wide):
+    """The compiled function of a seed that makes such an array. wide: whether 64-bit types are on."""
+    del wide
+
+    def make(seed):
         key = jax.random.key(seed)
-        if jnp.issubdtype(x.dtype, jnp.bool_):
-            return jax.random.bernoulli(key, shape=x.shape)
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return jax.random.randint(key, x.shape, 0, min(100, jnp.iinfo(x.dtype).max + 1)).astype(x.dtype)
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            return jax.random.normal(key, x.shape, x.dtype)
-        return jax.random.normal(key, x.shape, jnp.float64 if x.dtype == jnp.float64 else jnp.float32).astype(x.dtype)
+        if jnp.issubdtype(dtype, jnp.bool_):
+            return jax.random.bernoulli(key, shape=shape)
+        if jnp.issubdtype(dtype, jnp.integer):
+            return jax.random.randint(key, shape, 0, min(100, jnp.iinfo(dtype).max + 1)).astype(dtype)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            return jax.random.normal(key, shape, dtype)
+        return jax.random.normal(key, shape, jnp.float64 if dtype == jnp.float64 else jnp.float32).astype(dtype)
 
-    return jax.jit(make, out_shardings=x.sharding).lower().compile()()
+    return jax.jit(make, out_shardings=sharding).lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
