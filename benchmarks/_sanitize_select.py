@@ -49,6 +49,13 @@ def sanitize_select(dtypes: list[str], quick: bool) -> tuple[int, list[str]]:
             for (tokens, experts, k), capacity in itertools.product(ROUTED[quick:], (None, 5)):
                 f = lambda x: jaxkern.moe_route(x, k, capacity)[1:]  # noqa: B023
                 compare(f"route {dtype} {tokens}x{experts} {k}", f, f, rows(tokens, experts))
+            for r, columns in ((1, 200000), (3, 140001))[quick:]:
+                compare(
+                    f"median {dtype} {r}x{columns}",
+                    lambda x: jaxkern.median(x, 1),
+                    lambda x: jnp.median(x, 1),
+                    rows(r, columns),
+                )
         for (r, columns), algorithm in itertools.product(SORTED[quick * 2 :: 1 + quick], algorithms.names("sort")):
             f = lambda f: lambda x: f(x, descending=columns % 2 == 0)  # noqa: B023
             if algorithms.fits("sort", algorithm, r, columns, dtype):

@@ -6,6 +6,7 @@
     sort, argsort rows, and all elements of one array
     bincount      uniform numbers into few and many bins, and all into one
     searchsorted  uniform queries in a sorted array
+    median        of a long array, and of long rows
     sample        temperature, top-k 50, top-p 0.9: with `jaxkern.sample`; XLA sorts the vocabulary
     route         softmax, top-k, renormalisation and slots of a router
 
@@ -28,7 +29,7 @@ from benchmarks import _cell, _goals, _inputs, _timing, _torch
 from benchmarks._program import Program
 
 OPERATION = "select"
-OPS = ("top_k", "sort", "argsort", "bincount", "searchsorted", "sample", "route")
+OPS = ("top_k", "sort", "argsort", "bincount", "searchsorted", "median", "sample", "route")
 DIRECTIONS = ("forward",)
 FASTER_XLA, FASTER_TORCH = 5.0, 2.0  # asked of top_k; XLA finds one element of float32 in one read
 
@@ -73,6 +74,7 @@ CASES = [
     *(Case("bincount", (1 << 24,), bins) for bins in (256, 1 << 20)),
     Case("bincount", (1 << 24,), 256, kind="one"),
     Case("searchsorted", (1 << 24,), 1 << 20),
+    *(Case("median", shape) for shape in ((1, 1 << 26), (64, 1 << 20))),
     Case("sample", (128, 128256), 50),
     Case("route", (32768, 64), 2),
 ]
@@ -82,6 +84,7 @@ CPU_CASES = [
     Case("argsort", (256, 1024), cpu=True),
     Case("bincount", (1 << 18,), 256, cpu=True),
     Case("searchsorted", (1 << 16,), 1 << 12, cpu=True),
+    Case("median", (8, 4096), cpu=True),
     Case("sample", (8, 4096), 50, cpu=True),
     Case("route", (1024, 64), 2, cpu=True),
 ]
@@ -107,6 +110,7 @@ class Cell(_cell.Cell):
             "argsort": 4 * case.size,
             "bincount": 4 * case.number,
             "searchsorted": 4 * case.size + size * case.number,
+            "median": rows * size,
             "sample": 4 * rows,
             "route": rows * case.number * (size + 8),
         }
@@ -115,7 +119,7 @@ class Cell(_cell.Cell):
     def goals(self) -> list[dict[str, Any]]:
         if self.case.cpu:
             return []
-        top = self.op == "top_k"
+        top = self.op == "top_k" and self.case.number <= 1024  # more are sorted
         one_read = self.case.number == 1 and self.dtype == "float32"
         peers = {"goal": "peers", "against": ["xla"], "required": FASTER_XLA if top and not one_read else 1.0}
         return [peers, {"goal": "peers", "against": ["torch"], "required": FASTER_TORCH}] if top else [peers]
@@ -160,6 +164,7 @@ def programs(cell: Cell, algorithms: bool) -> list[Program]:
             lambda x, a: jnp.searchsorted(a, x, method="scan_unrolled"),
             [x, array],
         ),
+        "median": (lambda x: jaxkern.median(x, -1), lambda x: jnp.median(x, -1), [x]),
         "sample": (
             lambda x: jaxkern.sample(x, key(), temperature=0.8, top_k=size, top_p=0.9),
             lambda x: _sampled(key(), x, size),
@@ -215,7 +220,7 @@ class Inputs:
 def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_timing.Candidate]:
     """What to time for a cell, the copy aside."""
     found = _cell.candidates(compiled, inputs)
-    if _torch.available() and cell.op in ("top_k", "sort", "argsort", "bincount", "searchsorted"):
+    if _torch.available() and cell.op in ("top_k", "sort", "argsort", "bincount", "searchsorted", "median"):
         found.append(_torch_candidate(cell, inputs))
     return found
 
@@ -228,6 +233,7 @@ def _torch_candidate(cell: Cell, inputs: Inputs) -> _timing.Candidate:
         "sort": lambda x, a: torch.sort(x, dim=-1, stable=True)[0],
         "argsort": lambda x, a: torch.argsort(x, dim=-1, stable=True),
         "bincount": lambda x, a: torch.bincount(x, minlength=size),
+        "median": lambda x, a: torch.median(x, -1),
         "searchsorted": lambda x, a: torch.searchsorted(a, x, out_int32=True),
     }
 
