@@ -27,6 +27,20 @@ def test_top_k(spec, k):
 
 
 @several
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_routes(capacity):
+    """Each device sends how many of its tokens chose each expert."""
+    x, m = rows((48, 6), "int32").astype(np.float32), mesh()
+    (part,) = put(m, (x,), (P(("r", "c")),))
+    f = lambda x: tuple(jaxkern.moe_route(x, 2, capacity))
+    compiled = jax.jit(f).lower(part).compile()
+    found, exact = compiled(part), f(x)
+    np.testing.assert_allclose(found[0], exact[0], rtol=1e-6)
+    same(found[1:], exact[1:])
+    check(compiled.as_text(), {"all-gather": 6 * m.size})
+
+
+@several
 def test_derivative():
     (part,) = put(mesh(), (rows((8, 64), "int32").astype(np.float32),), (P("r", "c"),))
     grad = jax.jit(jax.grad(lambda x: (jaxkern.top_k(x, 3)[0] ** 2).sum()))

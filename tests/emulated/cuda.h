@@ -165,6 +165,7 @@ inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t bits) {
   return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (bits & 31));
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline void __syncthreads() { emulated::Wait(emulated::kAtBlock); }
 inline void __syncwarp() { emulated::Wait(); }
 // Of the threads that still run: used where they exchange nothing.
@@ -221,6 +222,15 @@ inline unsigned __reduce_add_sync(unsigned, unsigned x) {
   emulated::Wait();
   unsigned found = 0;
   for (unsigned lane = 0; lane < 32; ++lane) found += static_cast<unsigned>(emulated::exchanged[first + lane]);
+  emulated::Wait();
+  return found;
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned x) {
+  const unsigned first = emulated::current / 32 * 32;
+  emulated::exchanged[emulated::current] = x;
+  emulated::Wait();
+  unsigned found = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) found |= static_cast<unsigned>(emulated::exchanged[first + lane]);
   emulated::Wait();
   return found;
 }

@@ -79,8 +79,8 @@ template <class T, int kVector, int kPacks> __global__ void __launch_bounds__(kR
         if (exists >> i & 1) sum += expf(ToCompute(Element(packs[i / kVector], i % kVector)) - largest);
       }
     }
-#pragma unroll
-    for (int by = 16; by; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
+    // Of the lanes below k, the sum over these, or over all.
+    for (uint32_t by = 1; by < (a.normalized ? a.k : 32); by *= 2) sum += __shfl_xor_sync(~0u, sum, by);
     if (lane < a.k) {
       const int64_t at = static_cast<int64_t>(token) * a.k + lane;
       const uint32_t expert = ColumnOf(kept);

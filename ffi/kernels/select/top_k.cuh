@@ -38,6 +38,7 @@ struct TopKArgs {
 struct TopKShared {
   uint64_t held[kTopKHeld];
   uint32_t bins[kTopKBins];
+  uint64_t different[kTopKThreads / 32];
   uint32_t warp_sums[kTopKThreads / 32];
   uint32_t count;                 // of elements in `held`, or more if some did not fit
   uint32_t digit, above, within;  // the digit of the k-th largest; how many digits are greater, and how many are equal
@@ -76,8 +77,21 @@ template <class Of> __device__ __forceinline__ uint32_t Append(TopKShared& s, ui
 // greater than all others.
 __device__ __forceinline__ uint64_t Keep(TopKShared& s, uint32_t k) {
   const uint32_t t = threadIdx.x, lane = t % 32, held = min(s.count, kTopKHeld);
-  uint64_t bound = 0;  // its bits from `shift` on are those of the k-th largest
-  uint32_t shift = 64, wanted = k;
+  // The first digit begins at the first bit in which elements differ: few of them share it with the k-th largest.
+  const uint64_t some = s.held[0];
+  uint64_t different = 0;
+  for (uint32_t i = t; i < held; i += kTopKThreads) different |= s.held[i] ^ some;
+  const uint64_t high = __reduce_or_sync(~0u, static_cast<uint32_t>(different >> 32));
+  const uint32_t low = __reduce_or_sync(~0u, static_cast<uint32_t>(different));
+  if (lane == 0) s.different[t / 32] = high << 32 | low;
+  __syncthreads();
+  different = 0;
+#pragma unroll
+  for (uint32_t w = 0; w < kTopKThreads / 32; ++w) different |= s.different[w];
+  uint32_t shift = different >> 32 ? 64 - __clz(static_cast<uint32_t>(different >> 32))
+                                   : 32 - __clz(static_cast<uint32_t>(different));
+  uint32_t wanted = k;
+  uint64_t bound = shift == 64 ? 0 : some >> shift << shift;  // its bits from `shift` on are those of the k-th largest
   do {
     const uint32_t next = shift > kTopKDigit ? shift - kTopKDigit : 0;
 #pragma unroll
@@ -257,23 +271,35 @@ __device__ __forceinline__ uint64_t FirstBound(TopKShared& s, uint32_t largest, 
   return static_cast<uint64_t>(bound) << 32;  // no candidate equals it
 }
 
-// Sorts and writes the k largest of s.held.
+// Writes the k largest of s.held in descending order.
 template <class Bits, Order kOrder>
 __device__ __forceinline__ void Finish(TopKShared& s, const TopKArgs& a, uint32_t row, uint32_t part) {
-  constexpr uint32_t kSorted = 512;  // so many are sorted faster than selected from
+  constexpr uint32_t kCounted = 128;  // of so many elements each counts those that are greater; more are sorted
   const uint32_t t = threadIdx.x;
-  if (s.count > max(kSorted, a.sorted)) Keep(s, a.k);
-  uint32_t size = a.sorted;
-  while (size < s.count) size *= 2;
-  for (uint32_t i = s.count + t; i < size; i += kTopKThreads) s.held[i] = 0;
-  __syncthreads();
-  SortDescending(s, size);
-  __syncthreads();
   const int64_t to = static_cast<int64_t>(row) * a.k;
-  for (uint32_t i = t; i < a.k; i += kTopKThreads) {
-    if (a.candidates) a.candidates[(to + i) * a.parts + part] = s.held[i];
-    else StoreChosen<Bits, kOrder>(a, to + i, s.held[i]);
+  auto store = [&](uint32_t i, uint64_t chosen) {
+    if (a.candidates) a.candidates[(to + i) * a.parts + part] = chosen;
+    else StoreChosen<Bits, kOrder>(a, to + i, chosen);
+  };
+  if (s.count > max(kCounted, a.k)) Keep(s, a.k);
+  const uint32_t count = s.count;
+  if (count <= kCounted) {
+    if (t < count) {
+      const uint64_t own = s.held[t];
+      uint32_t greater = 0;
+#pragma unroll 8
+      for (uint32_t i = 0; i < count; ++i) greater += s.held[i] > own;
+      if (greater < a.k) store(greater, own);
+    }
+    for (uint32_t i = count + t; i < a.k; i += kTopKThreads)
+      store(i, 0);  // candidates of a part that has fewer than k elements
+    return;
   }
+  for (uint32_t i = count + t; i < a.sorted; i += kTopKThreads) s.held[i] = 0;
+  __syncthreads();
+  SortDescending(s, a.sorted);
+  __syncthreads();
+  for (uint32_t i = t; i < a.k; i += kTopKThreads) store(i, s.held[i]);
 }
 
 // kVector elements in a load, kPacks loads at once. Rows and parts are whole vectors, and x is aligned to them.

@@ -38,9 +38,11 @@ MOST = 1024  # the greatest k: of the 4096 elements that a block holds, most are
 MOST_PARTS = 2048  # elements of a tile of candidates
 WARP_WIDTH = 1024  # 32 elements in each lane
 
-# Not measured: a warp takes about 35 instructions for each of the k, and 4 for each element of a lane.
-WARP_MOST = 16
-# Not measured: a part has so many elements, or so many times k, that reading it takes longer than selecting.
+# Up to so many elements, of rows of any width or of narrow ones, warps are faster than blocks [32768x1000, us on an H100: 16 elements
+# 82 and 211, 24 elements 309 and 225; 32768x256: 32 elements 126 and 392].
+WARP_MOST, NARROW = 16, 256
+# A part has at least so many elements, or so many times k, so that reading it takes longer than selecting [50 of 64x128256, bfloat16: 25 us, 25
+# with 4096, 27 with 16384; 10 of 2^20: 11, 9, 13; 50 of 8x128256: 16, 17, 19; 1024 of 16x262144: 87 us, 91 with 8 times k, 90 with 32].
 PART, PART_OF_K = 8192, 16
 
 
@@ -66,7 +68,7 @@ def fits(algorithm: str, p: Problem, device=None) -> bool:
 
 def choose(p: Problem, device=None) -> str | None:
     """The algorithm; None: XLA."""
-    if fits("warp", p) and p.k <= WARP_MOST:
+    if fits("warp", p) and (p.k <= WARP_MOST or p.columns <= NARROW):
         return "warp"
     if fits("split", p) and _parts(p, device or H200) > 1:
         return "split"
