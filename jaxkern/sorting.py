@@ -38,14 +38,14 @@ def sort(x: ArrayLike, axis: int | None = -1, *, descending: bool = False) -> ja
     Derivatives: forward and reverse mode, of any order, by `x`. Tangents are gathered in the sorted order.
 
     Cost: for n elements of e bytes, 2 n e bytes move if a block holds a row, of 8192 elements, or 4096 of 8 bytes; otherwise
-    3 n e bytes for each byte of an element.
+    n e bytes once and 2 n e for each byte of an element.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.sort(jnp.array([[3, 1, 2], [4, 6, 5]]), descending=True).tolist()
     [[3, 2, 1], [6, 5, 4]]
 
-    Source: the bitonic network of Batcher, "Sorting networks and their applications", 1968, and for longer rows the radix sort of
-    Merrill and Grimshaw, "High performance and scalable radix sorting", 2011.
+    Source: the bitonic network of Batcher, "Sorting networks and their applications", 1968. For longer rows the radix sort of
+    Adinets and Merrill, "Onesweep: a faster least significant digit radix sort for GPUs", 2022.
     """
     x, axis, descending = _checked("sort", "x", x, axis, descending)
     return _sorted(x, axis, descending, ("values",))[0]
@@ -66,8 +66,8 @@ def argsort(x: ArrayLike, axis: int | None = -1, *, descending: bool = False) ->
 
     Derivatives: none.
 
-    Cost: for n elements of e bytes, n (e + 4) bytes move if a block holds a row; otherwise n (3 e + 8) bytes for each byte of an
-    element.
+    Cost: for n elements of e bytes, n (e + 4) bytes move if a block holds a row; otherwise n e bytes once and 2 n (e + 4) for
+    each byte of an element.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.argsort(jnp.array([2.0, 1.0, 2.0, 0.0])).tolist()

@@ -153,21 +153,11 @@ template <int kThreads, int kItems, bool kFirst> __global__ void __launch_bounds
   for (int i = threadIdx.x; i <= digits.mask; i += kThreads) out[i] = count[i];
 }
 
-struct RadixScanArgs {
-  uint32_t* counts;  // [gridDim.y, tiles + 1, digits]
-  uint32_t tiles;
-  int digits;
-};
-
-// Replaces each digit's counts by the sums over the preceding tiles, and writes totals behind the last tile. A block takes
-// kScanDigits digits. Each thread takes a segment of the tiles; it holds the first few counts in registers and reads the others
-// again.
+// Replaces each digit's counts by the sums over the preceding tiles. A block takes kScanDigits digits. Each thread
+// takes a segment of the tiles; it holds the first few counts in registers and reads the others again.
 template <int kThreads>  // always kScanThreads: as a template it is compiled only where it is launched
-__global__ void __launch_bounds__(kThreads) RadixScan(const __grid_constant__ RadixScanArgs a) {
+__global__ void __launch_bounds__(kThreads) RadixScan(uint32_t* counts, uint32_t tiles, int digits) {
   constexpr uint32_t kHeld = 4, kAhead = 16;
-  const uint32_t tiles = a.tiles;
-  const int digits = a.digits;
-  uint32_t* const counts = a.counts + static_cast<int64_t>(blockIdx.y) * (tiles + 1) * digits;
   __shared__ uint32_t sum[kScanSegments][kScanDigits];
   const int digit = threadIdx.x % kScanDigits, segment = threadIdx.x / kScanDigits;
   const uint32_t each = (tiles + kScanSegments - 1) / kScanSegments;

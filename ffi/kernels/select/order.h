@@ -27,18 +27,19 @@ template <class Bits, Order kOrder> __device__ __forceinline__ Bits FromKey(Key<
   else return static_cast<Bits>(key & kSign ? key ^ kSign : key ^ kAll);
 }
 
-// As ToKey, in the order of a sort: -0 equals 0, and NaN, whose magnitude is greater than `largest`, is the greatest number.
+// The unsigned number of an element in the order of a sort: -0 equals 0, and NaN, whose magnitude is greater than `largest`, is the
+// greatest number.
 template <class Bits, Order kOrder> __device__ __forceinline__ Key<Bits> SortKey(Bits bits, Key<Bits> largest) {
   if constexpr (kOrder == Order::kFloat && sizeof(Bits) == 4) {
     // A sum with 0 has the bits that are wanted: -0 + 0 is 0, and every NaN becomes the one with all bits set but its sign.
     return ToKey<Bits, kOrder>(__float_as_uint(__fadd_rn(__uint_as_float(bits), 0.0f)));
+  } else if constexpr (kOrder == Order::kFloat) {
+    constexpr Key<Bits> kSign = Key<Bits>{1} << (8 * sizeof(Bits) - 1);
+    const Key<Bits> magnitude = bits & (kSign - 1), minus = bits & kSign ? ~Key<Bits>{0} : 0;
+    return magnitude > largest ? ~Key<Bits>{0} : (magnitude ^ minus) - minus + kSign;  // kSign +- magnitude
+  } else {
+    return ToKey<Bits, kOrder>(bits);
   }
-  if constexpr (kOrder == Order::kFloat) {
-    const Key<Bits> magnitude = bits & ((Key<Bits>{1} << (8 * sizeof(Bits) - 1)) - 1);
-    if (magnitude == 0) return ToKey<Bits, kOrder>(0);
-    if (magnitude > largest) return ~Key<Bits>{0};
-  }
-  return ToKey<Bits, kOrder>(bits);
 }
 
 // A greater element makes a greater candidate and, of equal elements, a lower column. Columns are less than 2^31, so that no

@@ -1,15 +1,18 @@
 // Rows of any length in sorted order, by a stable least-significant-digit radix sort with digits of 8 bits.
 //
 //     SortBlock       one block per row that fits in its shared memory; all digits in one launch
-//     SortCount       longer rows, of which each block takes a tile: counts the keys of each digit of the tile
-//     RadixScan       (indexing/sort.cuh) exclusive sums of these counts over the tiles of each row; omitted if tiles are few
-//     SortScatter     ranks the keys of a tile, sorts them in shared memory, and writes those of each digit side by side
+//     SortCount       longer rows: counts the keys of each row by each of their digits
+//     SortScatter     one pass over a digit. Each block ranks the keys of a tile, sorts them in shared memory, and writes those of
+//                     each digit side by side, behind the keys of preceding tiles. It publishes its own counts of digits,
+//                     and adds up what preceding tiles have published
+//
+// Blocks take tiles in the order in which they start, so that a tile waits only for tiles whose blocks are running.
 //
 // Keys are moved as they are, and each pass computes the digit of the number that stands for a key in the order of a sort
 // (order.h). So -0 equals 0 and keeps its sign, and NaN keeps its bits. Columns follow their keys if they are wanted.
 //
 // Memory traffic for keys of e bytes: SortBlock reads and writes rows once. Otherwise there are e passes, each of which reads keys
-// twice and writes them once, and reads and writes columns once; the first pass reads no columns.
+// once and writes them once, and reads and writes columns once; the first pass reads no columns. SortCount reads keys once.
 #pragma once
 
 #include "indexing/sort.cuh"
@@ -24,12 +27,15 @@ struct SortArgs {
   const uint32_t* columns_in;  // [rows, width], or null for the columns of keys_in themselves
   void* keys_out;              // [rows, width], or null
   uint32_t* columns_out;       // [rows, width]
-  uint32_t* counts;            // [rows, tiles + 1, 256]; after a scan the last of each row are totals
+  uint32_t* totals;            // [rows, passes, 256], 0 before SortCount; moved to the digit of this pass
+  uint64_t* published;         // [rows, tiles, 128], 0 before the pass
+  uint32_t* taken;             // how many tiles have been taken, 0 before the pass
   uint64_t largest;            // of SortKey
   uint64_t flipped;            // all bits set to sort in descending order, otherwise 0
   uint32_t width, tiles;       // tiles of a row
-  uint32_t shift;              // of the digit of this pass
-  bool scanned;
+  uint32_t parts;              // blocks of SortCount for a row
+  uint32_t shift;              // of the digit of this pass, or of the first one
+  int passes;
 };
 
 template <class Bits, Order kOrder> struct SortDigit {
@@ -57,6 +63,7 @@ template <class Bits, int kThreads, int kItems> struct alignas(16) SortShared {
   };
   uint32_t offset[kSortDigits];  // from a place in the tile to its place in the output
   uint2 sums[kWarps];
+  uint32_t taken;
 };
 
 // Places of a thread's items in a tile, two in a word.
@@ -75,12 +82,19 @@ template <int kItems> struct SortPlaces {
   }
 };
 
+// Of a thread's two digits: how many keys of a tile have each, and how many have a smaller digit, in the row and in the tile.
+struct SortSums {
+  uint2 own;
+  uint32_t less_of_row, less;
+};
+
 // Ranks the keys of a tile by their digits: place[i] is where the thread's item i belongs in the tile. Item i of lane l is number
-// 32 * i + l of the warp's part. total, earlier: the keys of each of the thread's two digits in the row, and in preceding
-// tiles, from which s.offset follows. All threads call it, behind a barrier if s was in use; afterwards s.keys may be written.
-template <int kItems, class Shared, class Digit> __device__ __forceinline__ void RankTile(Shared& s, uint2 total,
-                                                                                          uint2 earlier, Digit digit,
-                                                                                          SortPlaces<kItems>& place) {
+// 32 * i + l of the warp's part. total: the keys of the row with one of the thread's two digits. publish: called with the counts
+// of the two digits in the tile as soon as they are known. The first kSortOwners threads have digits. All threads call it,
+// behind a barrier if s was in use; afterwards s.keys may be written.
+template <int kItems, class Shared, class Publish, class Digit>
+__device__ __forceinline__ SortSums RankTile(Shared& s, uint32_t total, Publish publish, Digit digit,
+                                             SortPlaces<kItems>& place) {
   constexpr int kWarps = Shared::kWarps;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   // A warp's tables are private until it has ranked all its items.
@@ -107,18 +121,16 @@ template <int kItems, class Shared, class Digit> __device__ __forceinline__ void
     __syncwarp();
   }
   __syncthreads();
-  // From ranks within the warp to places in the tile, and from these to places in the output, which are behind the keys of
-  // smaller digits and those of preceding tiles.
+  // From ranks within the warp to places in the tile.
   const bool owner = threadIdx.x < kSortOwners;
   uint32_t in_tile = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) in_tile += owner ? s.ranks[w][threadIdx.x] : 0;
-  const uint32_t in_first = in_tile & 0xffff;
-  const uint2 before = SumsOfThreadsBefore({total.x + total.y, in_first + (in_tile >> 16)}, s.sums);
+  const uint2 own = {in_tile & 0xffff, in_tile >> 16};
+  if (owner) publish(own);
+  const uint2 less = SumsOfThreadsBefore({total, own.x + own.y}, s.sums);
   if (owner) {
-    uint32_t start = before.y | (before.y + in_first) << 16;
-    s.offset[2 * threadIdx.x] = before.x + earlier.x - before.y;
-    s.offset[2 * threadIdx.x + 1] = before.x + total.x + earlier.y - (before.y + in_first);
+    uint32_t start = less.y | (less.y + own.x) << 16;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       const uint32_t held = s.ranks[w][threadIdx.x];
@@ -132,6 +144,7 @@ template <int kItems, class Shared, class Digit> __device__ __forceinline__ void
     const uint32_t start = s.rank[warp][digit(i)];
     place.word[i / 2] += i % 2 ? start << 16 : start;
   }
+  return {own, less.x, less.y};
 }
 
 // width <= kThreads * kItems < 2^16, kThreads >= 128. kColumns: columns are wanted.
@@ -155,7 +168,7 @@ template <class Bits, Order kOrder, int kThreads, int kItems, bool kColumns> __g
   for (digits.shift = 0; digits.shift < 8 * sizeof(Bits); digits.shift += 8) {
     // Places beyond the row have the last digit in each pass, and so stay where they are.
     const auto digit = [&](int i) { return first + i * kWarp < a.width ? digits.Of(key[i]) : kSortDigits - 1; };
-    RankTile(s, {0, 0}, {0, 0}, digit, place);
+    RankTile(s, 0, [](uint2) {}, digit, place);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) s.keys[place[i]] = key[i];
     place.Forget();
@@ -182,43 +195,91 @@ template <class Bits, Order kOrder, int kThreads, int kItems, bool kColumns> __g
   }
 }
 
+// Adds the counts of every a.parts-th tile of a row to a.totals.
 template <class Bits, Order kOrder, int kThreads, int kItems> __global__ void __launch_bounds__(kThreads)
     SortCount(const __grid_constant__ SortArgs a) {
-  __shared__ uint32_t count[kSortDigits];
-  const uint32_t row = blockIdx.x / a.tiles, tile = blockIdx.x - row * a.tiles;
-  const uint32_t first = FirstOfLane<kThreads, kItems>(tile);
+  __shared__ uint32_t count[sizeof(Bits)][kSortDigits];
+  const uint32_t row = blockIdx.x / a.parts, part = blockIdx.x - row * a.parts;
   const Bits* const keys = static_cast<const Bits*>(a.keys_in) + static_cast<int64_t>(row) * a.width;
-  const int left = static_cast<int>(a.width - first);  // keys from the lane's first on; may be negative
-  Bits key[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) key[i] = i * kWarp < left ? keys[first + i * kWarp] : 0;
-  for (int i = threadIdx.x; i < kSortDigits; i += kThreads) count[i] = 0;
+  for (int i = threadIdx.x; i < a.passes * kSortDigits; i += kThreads) count[i / kSortDigits][i % kSortDigits] = 0;
   __syncthreads();
-  const SortDigit<Bits, kOrder> digits(a);
-  const uint32_t of_first = __shfl_sync(~0u, digits.Of(key[0]), 0);
-  bool equal = true;
+  for (uint32_t tile = part; tile < a.tiles; tile += a.parts) {
+    const uint32_t first = FirstOfLane<kThreads, kItems>(tile);
+    const int left = static_cast<int>(a.width - first);  // keys from the lane's first on; may be negative
+    Bits key[kItems];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) equal = equal && digits.Of(key[i]) == of_first;
-  // A warp with a single digit adds once: additions to one counter wait for each other.
-  if (__ballot_sync(~0u, equal && (kItems - 1) * kWarp < left) == ~0u) {
-    if (threadIdx.x % kWarp == 0) atomicAdd(&count[of_first], static_cast<uint32_t>(kWarp * kItems));
-  } else {
+    for (int i = 0; i < kItems; ++i) key[i] = i * kWarp < left ? keys[first + i * kWarp] : 0;
+    SortDigit<Bits, kOrder> digits(a);
+#pragma unroll 1
+    for (int pass = 0; pass < a.passes; ++pass, digits.shift += 8) {
+      const uint32_t of_first = __shfl_sync(~0u, digits.Of(key[0]), 0);
+      bool equal = true;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (i * kWarp < left) atomicAdd(&count[digits.Of(key[i])], 1u);
+      for (int i = 0; i < kItems; ++i) equal = equal && digits.Of(key[i]) == of_first;
+      // A warp with a single digit adds once: additions to one counter wait for each other.
+      if (__ballot_sync(~0u, equal && (kItems - 1) * kWarp < left) == ~0u) {
+        if (threadIdx.x % kWarp == 0) atomicAdd(&count[pass][of_first], static_cast<uint32_t>(kWarp * kItems));
+      } else {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          if (i * kWarp < left) atomicAdd(&count[pass][digits.Of(key[i])], 1u);
+        }
+      }
     }
   }
   __syncthreads();
-  uint32_t* const out = a.counts + (static_cast<int64_t>(row) * (a.tiles + 1) + tile) * kSortDigits;
-  for (int i = threadIdx.x; i < kSortDigits; i += kThreads) out[i] = count[i];
+  uint32_t* const totals = a.totals + static_cast<int64_t>(row) * a.passes * kSortDigits;
+  for (int i = threadIdx.x; i < a.passes * kSortDigits; i += kThreads) {
+    const uint32_t own = count[i / kSortDigits][i % kSortDigits];
+    if (own) atomicAdd(&totals[i], own);
+  }
 }
 
+// What the tiles of a row publish of a thread's two digits: their counts of 31 bits each, below a flag that tells whether they are
+// those of the tile or of all tiles up to it. Counts and flag are one word, which is written and read at once.
+struct SortBefore {
+  static constexpr uint64_t kOwn = uint64_t{1} << 62, kAll = uint64_t{2} << 62;
+  volatile uint64_t* own;  // the word of this tile, kSortOwners words behind the one of the preceding tile
+  uint32_t tile;           // in its row
+
+  static __device__ __forceinline__ uint64_t Word(uint2 counts) {
+    return static_cast<uint64_t>(counts.y) << 31 | counts.x;
+  }
+  __device__ __forceinline__ void Publish(uint2 counts) const { *own = Word(counts) | (tile ? kOwn : kAll); }
+  // Sums over the preceding tiles, which have started before and do not wait for this one.
+  __device__ __forceinline__ uint2 Sum(uint2 counts) const {
+    constexpr uint32_t kAtOnce = 4;
+    uint64_t sum = 0;
+    bool all = tile == 0;
+    for (uint32_t before = 1; !all; before += kAtOnce) {
+      uint64_t word[kAtOnce];
+#pragma unroll
+      for (uint32_t u = 0; u < kAtOnce; ++u) word[u] = before + u <= tile ? At(before + u) : kAll;
+#pragma unroll
+      for (uint32_t u = 0; u < kAtOnce; ++u) {
+        if (all) break;
+        while (word[u] < kOwn) word[u] = At(before + u);
+        sum += word[u] & (kOwn - 1);
+        all = word[u] >= kAll;
+      }
+    }
+    const uint2 found = {static_cast<uint32_t>(sum) & 0x7fffffffu, static_cast<uint32_t>(sum >> 31)};
+    if (tile) *own = Word({found.x + counts.x, found.y + counts.y}) | kAll;
+    return found;
+  }
+  __device__ __forceinline__ uint64_t At(uint32_t before) const {
+    return own[-static_cast<int64_t>(before) * kSortOwners];
+  }
+};
+
 template <class Bits, Order kOrder, int kThreads, int kItems, bool kColumns>
-__global__ void __launch_bounds__(kThreads, (kItems * sizeof(Bits) <= 32 ? 1536 : 1024) / kThreads)
+__global__ void __launch_bounds__(kThreads, (kItems <= 8 && sizeof(Bits) <= 4 ? 1536 : 1024) / kThreads)
     SortScatter(const __grid_constant__ SortArgs a) {
   static_assert(kThreads >= kSortOwners && kThreads * kItems < 1 << 16);
   __shared__ SortShared<Bits, kThreads, kItems> s;
-  const uint32_t row = blockIdx.x / a.tiles, tile = blockIdx.x - row * a.tiles;
+  if (threadIdx.x == 0) s.taken = atomicAdd(a.taken, 1u);
+  __syncthreads();
+  const uint32_t taken = s.taken, row = taken / a.tiles, tile = taken - row * a.tiles;
   const uint32_t first = FirstOfLane<kThreads, kItems>(tile);
   const int64_t begin = static_cast<int64_t>(row) * a.width;
   const int left = static_cast<int>(a.width - first);
@@ -229,28 +290,22 @@ __global__ void __launch_bounds__(kThreads, (kItems * sizeof(Bits) <= 32 ? 1536 
   uint32_t to[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) key[i] = i * kWarp < left ? keys_in[first + i * kWarp] : 0;
-  // Counts of the thread's two digits, over all tiles of the row and over the preceding ones.
-  uint2 total = {0, 0}, earlier = {0, 0};
-  if (threadIdx.x < kSortOwners) {
-    const uint2* const counts = reinterpret_cast<const uint2*>(a.counts) +
-                                static_cast<int64_t>(row) * (a.tiles + 1) * kSortOwners + threadIdx.x;
-    if (a.scanned) {
-      total = counts[static_cast<int64_t>(a.tiles) * kSortOwners];
-      earlier = counts[static_cast<int64_t>(tile) * kSortOwners];
-    } else {
-#pragma unroll 8
-      for (uint32_t t = 0; t < a.tiles; ++t) {
-        const uint2 count = counts[t * kSortOwners];
-        total.x += count.x, total.y += count.y;
-        if (t < tile) earlier.x += count.x, earlier.y += count.y;
-      }
-    }
-  }
+  const uint32_t owner = threadIdx.x % kSortOwners;
+  const auto* totals = reinterpret_cast<const uint2*>(a.totals) + static_cast<int64_t>(row) * a.passes * kSortOwners;
+  const uint2 total = threadIdx.x < kSortOwners ? totals[owner] : uint2{0, 0};
+  const SortBefore before = {a.published + static_cast<int64_t>(taken) * kSortOwners + owner, tile};
   // Places beyond the row, in the last tile, come behind all keys.
-  RankTile(s, total, earlier, [&](int i) { return i * kWarp < left ? digits.Of(key[i]) : kSortDigits - 1; }, place);
+  const SortSums sums = RankTile(
+      s, total.x + total.y, [&](uint2 own) { before.Publish(own); },
+      [&](int i) { return i * kWarp < left ? digits.Of(key[i]) : kSortDigits - 1; }, place);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) s.keys[place[i]] = key[i];
   place.Forget();
+  if (threadIdx.x < kSortOwners) {  // from places in the tile to places in the output
+    const uint2 earlier = before.Sum(sums.own);
+    s.offset[2 * owner] = sums.less_of_row + earlier.x - sums.less;
+    s.offset[2 * owner + 1] = sums.less_of_row + total.x + earlier.y - (sums.less + sums.own.x);
+  }
   __syncthreads();
   const uint32_t held = min(static_cast<uint32_t>(kThreads * kItems), a.width - tile * (kThreads * kItems));
 #pragma unroll

@@ -158,7 +158,6 @@ def choose(p: Problem, device=None) -> str:
 algorithms.register(sys.modules[__name__], "sort_indices")
 HEADER = "indexing/sort.cuh"
 INDICES, RADIX_PASS = Params("indexing/indices.cuh", "Indices"), Params(HEADER, "RadixPass")
-RADIX_SCAN = Params(HEADER, "RadixScanArgs")
 RADIX_BITS = 9  # kRadixBitsMax
 THREADS, SMALL_TILE, TILE, LARGE_TILE = 512, 2048, 4608, 8192
 SCATTER_SHARED = {SMALL_TILE: 51328, TILE: 55424, LARGE_TILE: 84096}  # bytes of ScatterShared
@@ -289,19 +288,20 @@ def radix_sort(indices: Indices, cut: Digits, low: int, targets, counts, element
         tiled = functools.partial(launch.Launch, HEADER, args=[run, sort], grid=cut.tiles, block=THREADS)
         steps.append(tiled(name=f"RadixCount<{THREADS}, {items}, {'false' if i else 'true'}>"))
         if scanned:
-            steps.append(scan_counts(counts, cut.tiles, 1 << cut.bits))
+            steps.append(
+                launch.Launch(
+                    HEADER,
+                    f"RadixScan<{tuning.SCAN_THREADS}>",
+                    [counts, launch.u32(cut.tiles), launch.i32(1 << cut.bits)],
+                    grid=ceil_div(1 << cut.bits, tuning.SCAN_DIGITS),
+                    block=tuning.SCAN_THREADS,
+                )
+            )
         steps.append(
             tiled(name=f"RadixScatter<{THREADS}, {items}, jaxkern::Pass::{kind}>", shared=SCATTER_SHARED[cut.tile])
         )
         keys_in, payload_in = keys, payload
     return steps
-
-
-def scan_counts(counts, tiles: int, digits: int, rows: int = 1) -> launch.Launch:
-    """Replaces counts [rows, tiles + 1, digits] by their exclusive sums over the tiles, and the last ones by totals."""
-    args = [RADIX_SCAN(counts=counts, tiles=tiles, digits=digits)]
-    name, grid = f"RadixScan<{tuning.SCAN_THREADS}>", (ceil_div(digits, tuning.SCAN_DIGITS), rows)
-    return launch.Launch(HEADER, name, args, grid, tuning.SCAN_THREADS)
 
 
 def source_rows(indices: Indices, order, rows, extra: int) -> launch.Launch:

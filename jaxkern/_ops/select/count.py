@@ -27,9 +27,9 @@ ALGORITHMS = ("shared", "global", "windows")
 DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 THREADS, SHARED_BINS, RESIDENT = 512, 12288, 4
 WINDOW_BITS, MOST_WINDOW_BITS = 12, 13  # log2 of the bins in a window
-# From so many elements on, sorting them by window is faster than adding each to the result. 2^24 into 2^20, us on an H100: 191 instead of
-# 226, and 211 instead of 491 if all are equal.
-WINDOWS_ELEMENTS = 1 << 24
+# From so many elements on, sorting them by window is faster than adding each to the result. 2^24 into 2^20, us on an H100: 187 instead of
+# 222, and 208 instead of 429 if all are equal; 212 with 4 blocks on a multiprocessor.
+WINDOWS_ELEMENTS, WINDOWS_RESIDENT = 1 << 24, 8
 # Not measured: each block adds all its bins to the result, and so must count more elements than bins.
 ELEMENTS_OF_BIN = 4
 
@@ -75,20 +75,18 @@ def plan(device, operands, results, *, bins) -> launch.Plan | None:
     shift = max(WINDOW_BITS, (bins - 1).bit_length() - 8)
     scratch, x_in, sorted_first = Scratch(), launch.operand(0), []
     if algorithm == "windows":
-        rows = sort_rows.Problem(1, p.elements, x.dtype.name)
-        counts, x_in = scratch.take(sort_rows.counts_bytes(rows)), scratch.take(p.elements * x.dtype.itemsize)
-        sorted_first = sort_rows.digit_pass(
-            rows,
+        x_in = scratch.take(p.elements * x.dtype.itemsize)
+        sorted_first = sort_rows.digit_passes(
+            sort_rows.Problem(1, p.elements, x.dtype.name),
+            device,
             f"uint{8 * x.dtype.itemsize}_t, jaxkern::Order::kUnsigned",
-            counts,
-            keys_in=launch.operand(0),
-            columns_in=launch.null,
-            keys_out=x_in,
-            columns_out=launch.null,
+            [x_in],
+            [launch.null],
+            scratch,
+            shift=min(shift, 8 * (x.dtype.itemsize - 1)),
+            width=p.elements,
             largest=0,
             flipped=0,
-            width=p.elements,
-            shift=min(shift, 8 * (x.dtype.itemsize - 1)),
         )
     args = [ARGS(x=x_in, result=launch.result(0), count=p.elements, bins=bins, shift=shift)]
 
@@ -96,7 +94,8 @@ def plan(device, operands, results, *, bins) -> launch.Plan | None:
         vector = 16 // x.dtype.itemsize
         vector = vector if vectors and p.elements % vector == 0 else 1
         packs = max(1, 16 // vector)
-        blocks = min(RESIDENT * device.sm_count, ceil_div(p.elements, THREADS * vector * packs))
+        resident = WINDOWS_RESIDENT if algorithm == "windows" else RESIDENT
+        blocks = min(resident * device.sm_count, ceil_div(p.elements, THREADS * vector * packs))
         name = f"Count{algorithm.capitalize()}<{x.dtype.name}_t, {vector}, {packs}>"
         memset = launch.Memset(launch.result(0), 4 * bins)
         return (memset, *sorted_first, launch.Launch(HEADER, name, args, blocks, THREADS))

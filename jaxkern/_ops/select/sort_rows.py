@@ -17,7 +17,7 @@ from jaxkern._core.define import ceil_div
 from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.signature import FLAT, Signature, local, primitive
-from jaxkern._ops.indexing.sort import Scratch, scan_counts
+from jaxkern._ops.indexing.sort import Scratch
 from jaxkern._ops.select import top_k
 from jaxkern._ops.select.top_k import element, gathered, largest
 
@@ -29,12 +29,14 @@ WIDTH, WIDTH_8, THREADS, OWN = 4096, 2048, 256, 8  # of the network; for keys of
 DIGITS = 256
 # (threads, keys of a thread) of SortBlock. Keys of 8 bytes have no room in the last one.
 BLOCKS = ((128, 4), (128, 8), (256, 8), (256, 16), (512, 8), (512, 16))
-# Of tiles, for sorts of few keys, of many, and of many that have 8 bytes.
-SMALL, LARGE, LARGE_8 = (512, 4), (512, 16), (512, 8)
-# From so many keys on, tiles are large. 2^20 float32, us on an H100: 139 in large tiles, 151 in small ones; 2^22: 182 and 214.
-MANY = 1 << 20
-# Up to so many tiles in a row, each block adds up their counts itself.
-UNSCANNED = 16
+# Of tiles: for few keys, for many, for many that have 8 bytes, and for many in several rows. float32, us on an H100 by tiles of 4096, 8192 and
+# 2048 keys, and with indices: 2^20 76, 78, 93, with 90, 86, 109; 2^26 1704, 1703, with 3055, 2494; 4096 rows of 32768 2783, 3003, 4186.
+SMALL, LARGE, LARGE_8, ROWS = (512, 4), (512, 16), (512, 8), (256, 16)
+MANY = 1 << 20  # keys
+# With indices, tiles of 4096 keys cost more for each key, but more of them are full: 10000 rows of 10000 3611 us in place of 4593. They are
+# faster for keys of 2 bytes: 2^26 bfloat16 1207 in place of 1649.
+LESS, LESS_COST = (512, 8), 1.1
+COUNTING = 4  # blocks of SortCount on a multiprocessor
 # Rows up to this width are sorted by the network; the first for keys of 4 bytes. us on an H100, network / block: 2^26 float32 in rows of
 # 256 719 / 2787, of 512 1064 / 1120, of 1024 1655 / 960; bfloat16 of 512 1093 / 582; 2^24 float64 of 256 564 / 1537, of 512 1024 / 655.
 NETWORK_WIDTH, NETWORK_WIDTH_OTHER = 512, 256
@@ -53,11 +55,17 @@ def _block(columns, size):
     return next((b for b in BLOCKS if math.prod(b) >= columns and (size < 8 or b[1] <= 8)), None)
 
 
-def _tile(p: Problem):
-    """(threads, keys of a thread) of a tile."""
+def _tile(p: Problem, indices: bool):
+    """(threads, keys of a thread) of a tile, of a sort with indices or without."""
     if p.rows * p.columns < MANY:
         return SMALL
-    return LARGE_8 if jnp.dtype(p.dtype).itemsize == 8 else LARGE
+    if jnp.dtype(p.dtype).itemsize == 8:
+        return LARGE_8
+    if not indices:
+        return LARGE if p.rows == 1 else ROWS
+    places = lambda tile: ceil_div(p.columns, math.prod(tile)) * math.prod(tile)
+    less = jnp.dtype(p.dtype).itemsize < 4 or LESS_COST * places(LESS) < places(LARGE)
+    return LESS if less else LARGE
 
 
 def fits(algorithm: str, p: Problem, device=None) -> bool:
@@ -68,14 +76,7 @@ def fits(algorithm: str, p: Problem, device=None) -> bool:
         return p.columns <= (WIDTH_8 if jnp.dtype(p.dtype).itemsize == 8 else WIDTH)
     if algorithm == "block":
         return _block(p.columns, jnp.dtype(p.dtype).itemsize) is not None
-    tiles = ceil_div(p.columns, math.prod(_tile(p)))
-    # Counts of digits are not to take much more room than keys.
-    return (
-        algorithm == "tiles"
-        and p.columns >= DIGITS
-        and p.rows * tiles < 2**31
-        and (tiles <= UNSCANNED or p.rows < 2**16)
-    )
+    return algorithm == "tiles" and p.columns >= DIGITS and p.rows * ceil_div(p.columns, math.prod(SMALL)) < 2**31
 
 
 def choose(p: Problem, device=None) -> str | None:
@@ -103,7 +104,9 @@ def plan(device, operands, results, *, descending, wanted) -> launch.Plan | None
     if algorithm == "network":
         return _network(p, x.dtype, outputs, descending)
     order = {"largest": largest(x.dtype), "flipped": 2**64 - 1 if descending else 0, "width": columns}
-    return (_in_block if algorithm == "block" else _in_tiles)(p, x.dtype, outputs, order)
+    if algorithm == "block":
+        return _in_block(p, x.dtype, outputs, order)
+    return _in_tiles(p, device, x.dtype, outputs, order)
 
 
 def _network(p, dtype, outputs, descending):
@@ -125,44 +128,15 @@ def _network(p, dtype, outputs, descending):
 
 def _in_block(p, dtype, outputs, order):
     threads, own = _block(p.columns, dtype.itemsize)
-    args = RADIX_ARGS(
-        keys_in=launch.operand(0),
-        columns_in=launch.null,
-        keys_out=outputs["values"],
-        columns_out=outputs["indices"],
-        counts=launch.null,
-        tiles=1,
-        shift=0,
-        scanned=False,
-        **order,
-    )
+    unused = dict.fromkeys(("columns_in", "totals", "published", "taken"), launch.null)
+    moved = {"keys_in": launch.operand(0), "keys_out": outputs["values"], "columns_out": outputs["indices"]}
+    args = RADIX_ARGS(**unused, **moved, tiles=1, parts=1, shift=0, passes=dtype.itemsize, **order)
     name = f"SortBlock<{element(dtype)}, {threads}, {own}, {_boolean(outputs['indices'] != launch.null)}>"
     return launch.Plan("block", (launch.Launch(RADIX, name, [args], p.rows, threads),))
 
 
-def counts_bytes(p: Problem) -> int:
-    """The size of the counts of `digit_pass`."""
-    return 4 * p.rows * (ceil_div(p.columns, math.prod(_tile(p))) + 1) * DIGITS
-
-
-def digit_pass(p: Problem, element: str, counts, *, columns_out, **members) -> list[launch.Launch]:
-    """The launches of one pass over all tiles, of keys as `element` names them; members: of SortArgs."""
-    threads, own = _tile(p)
-    tiles = ceil_div(p.columns, threads * own)
-    scanned = tiles > UNSCANNED
-    args = [RADIX_ARGS(counts=counts, tiles=tiles, scanned=scanned, columns_out=columns_out, **members)]
-    of = f"<{element}, {threads}, {own}"
-    columns = _boolean(columns_out != launch.null)
-    return [
-        launch.Launch(RADIX, f"SortCount{of}>", args, p.rows * tiles, threads),
-        *([scan_counts(counts, tiles, DIGITS, p.rows)] if scanned else []),
-        launch.Launch(RADIX, f"SortScatter{of}, {columns}>", args, p.rows * tiles, threads),
-    ]
-
-
-def _in_tiles(p, dtype, outputs, order):
+def _in_tiles(p, device, dtype, outputs, order):
     passes, scratch, count, columns = dtype.itemsize, Scratch(), p.rows * p.columns, outputs["indices"] != launch.null
-    counts = scratch.take(counts_bytes(p))
 
     def targets(last, size):
         """Where each pass writes: to the result last, and to it and a spare buffer by turns before that."""
@@ -170,13 +144,47 @@ def _in_tiles(p, dtype, outputs, order):
         own = scratch.take(size * count) if last == launch.null and passes > 2 else last
         return [last if left == 0 else spare if left % 2 else own for left in reversed(range(passes))]
 
-    keys_in, columns_in, steps = launch.operand(0), launch.null, []
-    columns_out = targets(outputs["indices"], 4) if columns else [launch.null] * passes
-    for n, (keys, indices) in enumerate(zip(targets(outputs["values"], dtype.itemsize), columns_out, strict=True)):
-        moved = {"keys_in": keys_in, "columns_in": columns_in, "keys_out": keys, "columns_out": indices}
-        steps += digit_pass(p, element(dtype), counts, **moved, shift=8 * n, **order)
-        keys_in, columns_in = keys, indices
+    keys = targets(outputs["values"], dtype.itemsize)
+    columns = targets(outputs["indices"], 4) if columns else [launch.null] * passes
+    steps = digit_passes(p, device, element(dtype), keys, columns, scratch, **order)
     return launch.Plan("tiles", tuple(steps), scratch.bytes)
+
+
+def digit_passes(p: Problem, device, element: str, keys, columns, scratch: Scratch, *, shift=0, **order) -> list:
+    """The launches that sort operand 0 by one digit for each of the buffers in `keys` and `columns`, which each pass writes.
+
+    element: as kernels read it. shift: of the first digit. order: other members of SortArgs.
+    """
+    (threads, own), passes = _tile(p, columns[0] != launch.null), len(keys)
+    tiles = ceil_div(p.columns, threads * own)
+    blocks, parts = p.rows * tiles, max(1, min(tiles, COUNTING * device.sm_count // p.rows))
+    words, digits = 4 * DIGITS * blocks, 4 * DIGITS  # bytes of what tiles publish in a pass, and of counts
+    zeroed = passes * words + passes * p.rows * digits + 4 * passes
+    at = scratch.take(zeroed).offset
+    totals, taken = at + passes * words, at + zeroed - 4 * passes
+    of, steps = f"<{element}, {threads}, {own}", [launch.Memset(launch.scratch(at), zeroed)]
+    keys_in, columns_in = launch.operand(0), launch.null
+    for n, (keys_out, columns_out) in enumerate(zip(keys, columns, strict=True)):
+        args = RADIX_ARGS(
+            keys_in=keys_in,
+            columns_in=columns_in,
+            keys_out=keys_out,
+            columns_out=columns_out,
+            totals=launch.scratch(totals + n * digits),
+            published=launch.scratch(at + n * words),
+            taken=launch.scratch(taken + 4 * n),
+            tiles=tiles,
+            parts=parts,
+            shift=shift + 8 * n,
+            passes=passes,
+            **order,
+        )
+        if n == 0:
+            steps.append(launch.Launch(RADIX, f"SortCount{of}>", [args], p.rows * parts, threads))
+        name = f"SortScatter{of}, {_boolean(columns_out != launch.null)}>"
+        steps.append(launch.Launch(RADIX, name, [args], blocks, threads))
+        keys_in, columns_in = keys_out, columns_out
+    return steps
 
 
 def _boolean(value) -> str:
