@@ -186,6 +186,19 @@ def ragged(scan, n):
     return run, [numbers(STEPS, LANES, n)]
 
 
+def common(scan, n):
+    """A matrix that all lanes have in common, and that each step changes in place."""
+
+    def run(w, x):
+        def body(carry, x):
+            w, h = carry
+            return (0.5 * w + 0.1, jnp.tanh(h + jnp.sum(w) + x)), h
+
+        return scan(body, (w, x[0]), x)
+
+    return run, [numbers(n, n), numbers(STEPS, LANES)]
+
+
 def one_row(scan, n):
     """No lanes."""
 
@@ -283,6 +296,7 @@ ON_THE_CPU = [
     (moved, 20, "float32", False),
     (constant, 17, "float32", False),
     (ragged, 20, "float32", False),
+    (common, 6, "float32", False),
 ]
 
 
@@ -291,7 +305,7 @@ ON_THE_CPU = [
 @pytest.mark.parametrize("make, n, dtype, again", ON_THE_CPU)
 def test_kernels_on_the_cpu(make, n, dtype, again, highest_precision):
     """Every element is written, nothing is read or written out of bounds, and results are right."""
-    forward = make in (viterbi, moved, constant, ragged)
+    forward = make in (viterbi, moved, constant, ragged, common)
     with compat.enable_x64(dtype == "float64"):
         e = traced(make, n, dtype, again)[0 if forward else -1]
         made, core = planned(e)

@@ -166,10 +166,11 @@ class Writer(Pieces):
             read = f"{x} = Wide<{type_}>(from[{self._offset(array, ('o0',))}]);"
             lines = self._in_row(v, [read, *self._cross(v, x)])
         else:
-            carried, of_block = k >= p.num_consts, not p.lanes(v)
+            carried = k >= p.num_consts
+            of_block = not carried and not p.lanes(v)  # all teams read it; each changes its own carry
             count = padded_count(sizes)
             bytes = count * computing(v.dtype).itemsize
-            teams = 1 if of_block and not carried else self._layout.teams
+            teams = 1 if of_block else self._layout.teams
             if not carried and self.bytes + bytes * teams > self._most:
                 self._members.append(f"const {type_}* g{n};")
                 self._begin.append(f"g{n} = {self._pointer(at, array)};")
@@ -185,7 +186,7 @@ class Writer(Pieces):
             names = [f"o{j}" for j in range(len(sizes))]
             to = self._shared(v, wide, self._padded(sizes, names))
             read = f"{to} = Wide<{type_}>(from[{self._offset(array, names)}]);"
-            lines = self._every(sizes, [read], of_block and not carried)
+            lines = self._every(sizes, [read], of_block)
         out += ["{", f"  const {type_}* const from = {self._pointer(at, array)};", *(f"  {x}" for x in lines), "}"]
 
     def _is_in_place(self, k) -> bool:
