@@ -31,7 +31,7 @@ struct RankArgs {
   bool first, last;      // whether this is the first digit, and the last one
 };
 
-// Whether the rank r counts for itself: no rank before it has the same leading bits.
+// The first rank with the leading bits of rank r: its counts are those of r, too.
 __device__ __forceinline__ uint32_t OwnerOf(const RankArgs& a, uint32_t row, uint32_t r) {
   if (a.first) return 0;
   const uint2* of = a.before + static_cast<int64_t>(row) * a.count;

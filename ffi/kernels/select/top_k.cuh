@@ -3,11 +3,12 @@
 //     TopKBlock       one block per row, or per part of a row: a buffer in shared memory holds the elements that may be among
 //                     the k largest. Elements enter that are greater than a bound: at first one that k elements of the first tile
 //                     reach, and once the buffer is full, one that a radix selection finds, which leaves the k largest.
-//     TopKWarp        one warp per row that fits in its registers
+//     TopKWarp        one warp per row that fits in its registers: elements reach a bound among the largest of its lanes
 //
-// `Read` is what is selected: Same, or the results of a function of the elements (top_k_function.cuh). If a row has several parts, each block writes the k largest of its part as candidates (order.h), and a second launch of TopKBlock
-// selects among them: first come the largest of all parts, then the second ones, so that it can stop where all that follow are too
-// small. Memory traffic: x is read once; values and indices are written once.
+// `Read` is what is selected: Same, or the results of a function of the elements (top_k_function.cuh). If a row has several parts,
+// each block writes the k largest of its part as candidates (order.h), and TopKJoin selects among them: first come the largest of
+// all parts, then the second ones, so that it can stop where all that follow are too small. Memory traffic: x is read once; values
+// and indices are written once.
 #pragma once
 
 #include "common/pack.cuh"
@@ -219,7 +220,7 @@ template <class Read, Order kOrder, int kVector, int kPacks> struct Tile {
   }
   // The bits of elements whose key is at least `least`.
   __device__ __forceinline__ uint32_t Reaching(uint32_t least) const {
-    if constexpr (std::is_same_v<Source, Bits>) return ReachingInOrder(least);
+    if constexpr (std::is_same_v<Read, Same<Source>>) return ReachingInOrder(least);
     uint32_t found = 0;
 #pragma unroll
     for (int i = 0; i < kPacks * kVector; ++i) {
