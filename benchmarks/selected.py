@@ -132,8 +132,11 @@ def _programs(small: bool) -> list[Case]:
 # ---- single operations
 
 
-def _rows(op: str, f: Callable[..., Any], rows: int, columns: int, dtype: str = "float32", arrays: int = 1) -> Case:
-    return Case(op, f"{rows}x{columns}", f, (rows, columns), ((rows, columns),) * (arrays - 1), dtype)
+def _rows(
+    op: str, f: Callable[..., Any], rows: int, columns: int, dtype: str = "float32", arrays: int = 1, below: int = 0
+) -> Case:
+    name = f"{rows}x{columns}" + (" int32" if below else "")
+    return Case(op, name, f, (rows, columns), ((rows, columns),) * (arrays - 1), dtype, below)
 
 
 def _top_k(rows: int, columns: int, k: int, dtype: str = "float32") -> Case:
@@ -148,34 +151,35 @@ def _count(elements: int, bins: int) -> Case:
     return Case("bincount", f"{elements} {bins}", lambda x: jnp.bincount(x, length=bins), (elements,), below=bins)
 
 
-def _search(queries: int, size: int) -> Case:
-    return Case("searchsorted", f"{queries} in {size}", lambda x, a: jnp.searchsorted(a, x), (queries,), ((size,),))
+def _search(queries: int, size: int, method: str) -> Case:
+    search = lambda x, a: jnp.searchsorted(a, x, method=method)
+    return Case("searchsorted", f"{queries} in {size} {method}", search, (queries,), ((size,),))
 
 
+_PAIRS = lambda x, y: lax.sort([x, y], num_keys=1)
+# On both sides of each threshold of the gate.
 CASES = [
     *_programs(small=False),
-    *(_top_k(r, c, k) for r, c, k in ((1, 16384, 8), (8, 4096, 8), (128, 1024, 8), (1024, 64, 8), (1024, 1024, 32))),
+    *(_top_k(r, c, k) for r, c, k in ((1, 16384, 8), (128, 1024, 8), (128, 1024, 128), (1024, 64, 8), (262144, 16, 4))),
+    *(_top_k(r, c, k) for r, c, k in ((4096, 256, 64), (4096, 1024, 512), (64, 8192, 1024))),
     *(
-        _top_k(r, c, k)
-        for r, c, k in ((4096, 1024, 256), (4096, 1024, 512), (8, 131072, 1), (4096, 16, 2), (262144, 16, 4))
-    ),
-    *(_top_k(r, c, k, "bfloat16") for r, c, k in ((128, 1024, 8), (4096, 128, 8), (64, 32000, 50), (1024, 1024, 1))),
-    *(
-        _rows(op, f, r, c, arrays=1 + (op == "pairs"))
-        for op, f in (
-            ("sort", jnp.sort),
-            ("argsort", jnp.argsort),
-            ("pairs", lambda x, y: lax.sort([x, y], num_keys=1)),
-        )
-        for r, c in ((1, 4096), (128, 128), (128, 1024), (1024, 64), (64, 4096), (1024, 1024), (16384, 16))
+        _top_k(r, c, k, "bfloat16")
+        for r, c, k in ((128, 1024, 8), (1024, 1024, 32), (64, 32000, 50), (4096, 1024, 256))
     ),
     *(
-        _part(r, c, k)
-        for r, c, k in ((8, 4096, 8), (128, 1024, 8), (1024, 64, 1), (1024, 1024, 256), (4096, 2048, 1024))
+        _rows("sort", jnp.sort, r, c)
+        for r, c in ((1024, 64), (1024, 256), (8, 1024), (64, 4096), (64, 16384), (1, 1 << 20))
     ),
-    *(_count(n, b) for n, b in ((1 << 14, 64), (1 << 16, 64), (1 << 16, 1024), (1 << 18, 8192), (1 << 20, 64))),
-    *(_count(n, b) for n, b in ((1 << 20, 1 << 16), (1 << 22, 1 << 13))),
-    *(_search(n, m) for n, m in ((32, 256), (1024, 256), (1 << 14, 1 << 16), (1 << 20, 64))),
+    *(_rows("sort", jnp.sort, r, c, "bfloat16") for r, c in ((1, 4096), (1024, 1024))),
+    _rows("sort", jnp.sort, 1, 1 << 20, below=1 << 30),
+    *(_rows("argsort", jnp.argsort, r, c) for r, c in ((128, 1024), (1, 1 << 20))),
+    _rows("argsort", jnp.argsort, 64, 16384, below=1 << 30),
+    _rows("pairs", _PAIRS, 1024, 1024, arrays=2),
+    *(_part(r, c, k) for r, c, k in ((64, 256, 1), (128, 1024, 8), (1024, 512, 32), (4096, 2048, 128))),
+    *(_count(n, bins) for n, bins in ((1 << 12, 64), (1 << 14, 64), (1 << 16, 1024), (1 << 20, 1 << 16))),
+    *(_search(n, size, "scan") for n, size in ((32, 256), (1 << 14, 1 << 16))),
+    _search(1 << 14, 1 << 16, "scan_unrolled"),
+    _search(1024, 256, "compare_all"),
 ]
 CPU_CASES = _programs(small=True)
 DTYPES = {"gpu": ("float32", "bfloat16"), "cpu": ("float32",)}

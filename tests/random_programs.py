@@ -377,7 +377,8 @@ class Program:
 
 
 def forced():
-    return jaxkern.accelerate(only=("scatter_add", "scatter_max", "scatter_min"), force=True)
+    selections = ("top_k", "sort", "searchsorted", "bincount")
+    return jaxkern.accelerate(only=("scatter_add", "scatter_max", "scatter_min", *selections), force=True)
 
 
 class Refused(Exception):

@@ -1,6 +1,8 @@
 """Selections, sorts, searches and counts of plain JAX programs under `jaxkern.accelerate`: the plain program's bits."""
 
 import functools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ from accelerated import PLATFORM
 from jax import lax
 
 import jaxkern
+from benchmarks import selected
+from jaxkern._core import registry
 
 NAMES = ("top_k", "sort", "searchsorted", "bincount")
 forced = jaxkern.accelerate(only=NAMES, force=True)
@@ -57,7 +61,7 @@ PROGRAMS = {
     "top_k": (lambda x, y: (lax.top_k(x, 5), lax.top_k(y, 3)), (X, HALF), "top_k top_k"),
     "top_k of many": (lambda x: lax.top_k(x, 1030), (numbers((2, 1100), "bfloat16"),), "top_k"),
     "top_k of integers": (lambda x, y: (lax.top_k(x, 5), lax.top_k(y > 1, 3)), (BYTES, WORDS), "top_k top_k"),
-    "approx_max_k": (lambda x: (lax.approx_max_k(x, 5)[0], lax.approx_min_k(x, 5)[0]), (FINITE,), "top_k top_k"),
+    "approx_max_k": (lambda x: (lax.approx_max_k(x, 5)[0], lax.approx_min_k(x, 5)[0]), (FINITE,), "part top_k"),
     "top_k of an axis": (lambda x: jax.vmap(functools.partial(lax.top_k, k=2), 1)(x), (X,), "top_k"),
     "sort": (lambda x: (jnp.sort(x), jnp.sort(x, 0), jnp.sort(x, descending=True)), (X,), "sort sort sort"),
     "argsort": (lambda x: (jnp.argsort(x), jnp.argsort(x, 0, descending=True)), (X,), "sort sort"),
@@ -191,3 +195,22 @@ def test_switched_off():
     x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
     with jaxkern.accelerate(without="sort"):
         assert not len(jaxkern.explain(jnp.sort)(x))
+
+
+RESULTS = sorted((pathlib.Path(__file__).parent.parent / "benchmarks/results").glob("selected-*.json"))
+
+
+@pytest.mark.skipif(not registry.kernels_run(), reason="no kernels, so that nothing is taken")
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_what_is_taken_was_faster(path):
+    """Single operations that `benchmarks selected` times are taken at default settings only where they win."""
+    rows = {(r["op"], r["case"], r["dtype"]): r["times"] for r in json.loads(path.read_text())["results"]}
+    count = 0
+    for case in selected.CASES:
+        if case.group != "program":
+            times = rows[case.group, case.name, case.dtype]
+            found = next(d for d in jaxkern.explain(case.function)(*case.specs) if d.operation in NAMES)
+            gain = times["xla"]["median_us"] / times["jaxkern"]["median_us"]
+            assert gain > 1.03 or not found.taken, (case.name, gain, found)
+            count += found.taken
+    assert count > len(selected.CASES) // 2

@@ -18,7 +18,7 @@ from jaxkern._core import switch
 from jaxkern._core.primitive import bind
 from jaxkern._ops.select.count import count_p
 from jaxkern._ops.select.sort_rows import sort_rows_p
-from jaxkern._ops.select.top_k import taken_along, top_k_p
+from jaxkern._ops.select.top_k import by_sorting, taken_along, top_k_p
 from jaxkern.sorting import searchsorted
 
 
@@ -27,17 +27,12 @@ class Selected(typing.NamedTuple):
 
     k: int
     axis: int
-    by_sort: bool = False
+    by_sort: bool
 
     def __call__(self, x):
         rows = jnp.moveaxis(x, self.axis, -1)
-        found = self._sorted(rows) if self.by_sort else bind(top_k_p, rows, k=self.k)
+        found = by_sorting(rows, k=self.k) if self.by_sort else bind(top_k_p, rows, k=self.k)
         return [jnp.moveaxis(a, -1, self.axis) for a in found]
-
-    def _sorted(self, rows):
-        (indices,) = bind(sort_rows_p, _integers(rows), descending=True, wanted=("indices",))
-        indices = indices[..., : self.k]
-        return taken_along(rows, indices, rows.ndim - 1), indices
 
 
 class Result(typing.NamedTuple):
@@ -53,10 +48,11 @@ VALUES, INDICES, FLIPPED = range(3)
 
 
 class Sorted(typing.NamedTuple):
-    """lax.sort of one key; or of its results the first `count` elements along the axis, or the last ones."""
+    """lax.sort of one key, or in descending order; or of its results the first `count` elements along the axis, or the last ones."""
 
     axis: int
     results: tuple
+    descending: bool = False
     count: int | None = None
     last: bool = False
 
@@ -72,7 +68,7 @@ class Sorted(typing.NamedTuple):
                 for n, is_wanted in (("values", of_keys), ("indices", set(self.results) != {Result(VALUES)}))
                 if is_wanted
             ]
-            found = dict(zip(wanted, bind(sort_rows_p, keys, descending=False, wanted=tuple(wanted))))
+            found = dict(zip(wanted, bind(sort_rows_p, keys, descending=self.descending, wanted=tuple(wanted))))
             values, indices = found.get("values"), found.get("indices")
 
         def result(r):
@@ -95,15 +91,9 @@ def _ends(keys, count, last):
 
 def _ordered(x):
     """Integers or booleans in the order in which lax.sort puts x: NaN is the greatest number, and -0 equals 0."""
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        x = jnp.where(jnp.isnan(x), jnp.nan, jnp.where(x == 0, 0, x)).astype(x.dtype)
-    return _integers(x)
-
-
-def _integers(x):
-    """Integers or booleans in the order of x, of floats the total order of IEEE 754."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
+    x = jnp.where(jnp.isnan(x), jnp.nan, jnp.where(x == 0, 0, x)).astype(x.dtype)
     bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 

@@ -17,12 +17,13 @@ _SAME = frozenset("broadcast_in_dim convert_element_type reshape copy copy_p pva
 
 
 def of(e, made) -> Counted | None:
-    """The counts that an equation is; None if it is something else. made: {variable: the equation that makes it}."""
-    if e.primitive.name not in NAMES or e.invars[2].aval.dtype != e.invars[0].aval.dtype:
+    """The counts that a scatter-add is; None if it is something else. made: {variable: the equation that makes it}."""
+    if e.invars[2].aval.dtype != e.invars[0].aval.dtype:
         return None
-    weight, (operand, indices, updates) = _number(e.invars[2], made), (v.aval for v in e.invars)
+    weight = _number(e.invars[2], made)
     if weight is None:
         return None
+    operand, indices, updates = (v.aval for v in e.invars)
     layout = layouts.of(e.params["dimension_numbers"], operand.shape, indices.shape, updates.shape)
     if isinstance(layout, str) or layout.lead or layout.trail or len(layout.indexed) != 1:
         return None

@@ -1,6 +1,6 @@
 """Sorts in a jaxpr of which few elements are used.
 
-    program = Program.of(jaxpr)                  None where nothing is sorted
+    program = Program(jaxpr)
     part = program.part(e)                       which elements of a sort are used; None: not only some at an end
     program.replace(e, part, function)           puts the selection of these in place of the sort
 
@@ -66,10 +66,6 @@ def _sorts(jaxpr) -> bool:
 class Program:
     """The equations of a jaxpr, and of the functions in it that sort or read what is sorted."""
 
-    @staticmethod
-    def of(jaxpr) -> "Program | None":
-        return Program(jaxpr) if _sorts(jaxpr) else None
-
     def __init__(self, jaxpr):
         self.equations = []
         self._sorted: set = set()  # what sorts return, and what others make of it element by element
@@ -113,7 +109,10 @@ class Program:
     def part(self, e) -> Part | None:
         axis = e.params["dimension"]
         width = e.outvars[0].aval.shape[axis]
-        if not isinstance(width, int) or validate.explicit_spec(e.outvars[0].aval)[axis] is not None:
+        if (
+            not all(isinstance(n, int) for n in e.outvars[0].aval.shape)
+            or validate.explicit_spec(e.outvars[0].aval)[axis] is not None
+        ):
             return None
         spans = [self._span(v, axis, False) for v in e.outvars if self.is_used(v)]
         if not spans or None in spans:

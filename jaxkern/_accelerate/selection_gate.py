@@ -36,15 +36,13 @@ COUNT_ELEMENTS = 1 << 14
 
 def is_sorted(dtype, columns: int, k: int) -> bool:
     """Whether top_k of so many columns is better made by a sort."""
-    if k > selection.MOST:
-        return True
     width = SELECT_WIDTH if dtype.itemsize >= 4 else SELECT_WIDTH_NARROW
-    return columns < width * k and not (k <= FEW and columns >= WIDTH_OF_FEW * k)
+    return k > selection.MOST or (columns < width * k and not (k <= FEW and columns >= WIDTH_OF_FEW * k))
 
 
 def top_k(dtype, rows: int, columns: int, k: int, force=False) -> tuple[bool, str]:
     """lax.top_k."""
-    if is_sorted(dtype, columns, k) and not (force and k <= selection.MOST):
+    if is_sorted(dtype, columns, k):
         if dtype.itemsize < 4 and columns < SORTED_NARROW and not force:
             return False, f"{k} of {columns} elements are many"
         return sort(jnp.dtype(f"int{8 * dtype.itemsize}"), rows, columns, 2, force=force)
@@ -108,7 +106,7 @@ def count(dtype, elements: int, bins: int, force=False) -> tuple[bool, str]:
     algorithm = _chosen(counting, bins, elements, dtype=dtype)
     if not algorithm:
         return False, f"no kernel that counts {dtype}"
-    if algorithm != "shared" and not force:
+    if algorithm == "global" and not force:  # by atomics, as in XLA
         return False, f"{bins} bins are many"
     enough = force or elements >= COUNT_ELEMENTS
     return enough, "counts in shared memory" if enough else f"{elements} indices are few"
