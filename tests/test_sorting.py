@@ -14,7 +14,7 @@ import jaxkern
 from jaxkern import algorithms
 from jaxkern._core import device, registry
 from jaxkern._core.primitive import bind
-from jaxkern._ops.select import count, search, sort_rows
+from jaxkern._ops.select import count, search, sort_rows, tuning
 
 compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
 
@@ -72,7 +72,7 @@ def sorting(algorithm, shape, dtype, descending, wanted):
 def searching(dtype, size, count, right):
     """With as many threads as for many queries if the size is odd."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "MANY_QUERIES", count + 1 - size % 2)
+        patch.setattr(tuning, "MANY_QUERIES", count + 1 - size % 2)
         return search.plan(device.H200, [typed((count,), dtype), typed((size,), dtype)], None, right=right)
 
 

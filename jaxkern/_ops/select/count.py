@@ -19,19 +19,14 @@ from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, set_zero_jvp
 from jaxkern._core.signature import FLAT, Signature, primitive
 from jaxkern._ops.indexing.sort import Scratch
-from jaxkern._ops.select import sort_rows
+from jaxkern._ops.select import sort_rows, tuning
 
 HEADER = "select/count.cuh"
 ARGS = Params(HEADER, "CountArgs")
 ALGORITHMS = ("shared", "global", "windows")
 DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-THREADS, SHARED_BINS, RESIDENT = 512, 12288, 4
+THREADS, SHARED_BINS = 512, 12288
 WINDOW_BITS, MOST_WINDOW_BITS = 12, 13  # log2 of the bins in a window
-# From so many elements on, sorting them by window is faster than adding each to the result. 2^24 into 2^20, us on an H100: 187 instead of
-# 222, and 208 instead of 429 if all are equal; 212 with 4 blocks on a multiprocessor.
-WINDOWS_ELEMENTS, WINDOWS_RESIDENT = 1 << 24, 8
-# Not measured: each block adds all its bins to the result, and so must count more elements than bins.
-ELEMENTS_OF_BIN = 4
 
 
 class Problem(typing.NamedTuple):
@@ -52,10 +47,10 @@ def fits(algorithm: str, p: Problem, device=None) -> bool:
 
 def choose(p: Problem, device=None) -> str | None:
     """The algorithm; None: XLA."""
-    blocks = min(RESIDENT * (device or H200).sm_count, ceil_div(p.elements, THREADS * 16))
-    if fits("shared", p) and p.bins * blocks * ELEMENTS_OF_BIN <= max(p.elements, 2**16):
+    blocks = min(tuning.COUNT_RESIDENT * (device or H200).sm_count, ceil_div(p.elements, THREADS * 16))
+    if fits("shared", p) and p.bins * blocks * tuning.ELEMENTS_OF_BIN <= max(p.elements, 2**16):
         return "shared"
-    if fits("windows", p) and p.bins > SHARED_BINS and p.elements >= WINDOWS_ELEMENTS:
+    if fits("windows", p) and p.bins > SHARED_BINS and p.elements >= tuning.WINDOWS_ELEMENTS:
         return "windows"
     return "global" if fits("global", p) else None
 
@@ -94,7 +89,7 @@ def plan(device, operands, results, *, bins) -> launch.Plan | None:
         vector = 16 // x.dtype.itemsize
         vector = vector if vectors and p.elements % vector == 0 else 1
         packs = max(1, 16 // vector)
-        resident = WINDOWS_RESIDENT if algorithm == "windows" else RESIDENT
+        resident = tuning.WINDOWS_RESIDENT if algorithm == "windows" else tuning.COUNT_RESIDENT
         blocks = min(resident * device.sm_count, ceil_div(p.elements, THREADS * vector * packs))
         name = f"Count{algorithm.capitalize()}<{x.dtype.name}_t, {vector}, {packs}>"
         memset = launch.Memset(launch.result(0), 4 * bins)

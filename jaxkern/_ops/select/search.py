@@ -16,16 +16,13 @@ from jaxkern._core.define import ceil_div
 from jaxkern._core.params import Params
 from jaxkern._core.primitive import set_zero_jvp
 from jaxkern._core.signature import FLAT, Signature, local, primitive
+from jaxkern._ops.select import tuning
 from jaxkern._ops.select.top_k import element, largest
 
 HEADER = "select/search.cuh"
 ARGS = Params(HEADER, "SearchArgs")
 DTYPES = ("float32", "int32", "uint32", "float64", "int64", "uint64")
 QUERIES = 4  # of a thread at once
-# (threads, bytes of keys in shared memory, blocks of a multiprocessor): for few queries, and for as many as fill all blocks of
-# the second kind several times. 2^24 queries in 2^20 float32, us on an H100: 1206 with the first; with 1024 threads and 96 KB for two
-# blocks 826, 128 KB 982, 192 KB 719.
-FEW, MANY, MANY_QUERIES = (256, 16 << 10, 8), (1024, 192 << 10, 1), 1 << 20
 
 
 def plan(device, operands, results, *, right) -> launch.Plan | None:
@@ -35,7 +32,8 @@ def plan(device, operands, results, *, right) -> launch.Plan | None:
     size, count, item = math.prod(array.shape), math.prod(queries.shape), array.dtype.itemsize
     if not 0 < size < 2**31:
         return None
-    threads, room, resident = MANY if count >= MANY_QUERIES and size * item > FEW[1] else FEW
+    few = count < tuning.MANY_QUERIES or size * item <= tuning.SEARCH_FEW[1]
+    threads, room, resident = tuning.SEARCH_FEW if few else tuning.SEARCH_MANY
     room = min(room, device.shared_memory // 1024 * 1024)
     blocks = min(resident * device.sm_count, ceil_div(count, threads * QUERIES))
 

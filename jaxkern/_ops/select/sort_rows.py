@@ -18,7 +18,7 @@ from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.signature import FLAT, Signature, local, primitive
 from jaxkern._ops.indexing.sort import Scratch
-from jaxkern._ops.select import top_k
+from jaxkern._ops.select import top_k, tuning
 from jaxkern._ops.select.top_k import element, gathered, largest
 
 NETWORK, RADIX = "select/sort_rows.cuh", "select/radix.cuh"
@@ -27,19 +27,6 @@ ALGORITHMS = ("network", "block", "tiles")
 DTYPES = (*top_k.DTYPES, "float64", "int64", "uint64")
 WIDTH, WIDTH_8, THREADS, OWN = 4096, 2048, 256, 8  # of the network; for keys of 8 bytes
 DIGITS = 256
-# (threads, keys of a thread) of SortBlock. Keys of 8 bytes have no room in the last one.
-BLOCKS = ((128, 4), (128, 8), (256, 8), (256, 16), (512, 8), (512, 16))
-# Of tiles: for few keys, for many, for many that have 8 bytes, and for many in several rows. float32, us on an H100 by tiles of 4096, 8192 and
-# 2048 keys, and with indices: 2^20 76, 78, 93, with 90, 86, 109; 2^26 1704, 1703, with 3055, 2494; 4096 rows of 32768 2783, 3003, 4186.
-SMALL, LARGE, LARGE_8, ROWS = (512, 4), (512, 16), (512, 8), (256, 16)
-MANY = 1 << 20  # keys
-# With indices, tiles of 4096 keys cost more for each key, but more of them are full: 10000 rows of 10000 3611 us in place of 4593. They are
-# faster for keys of 2 bytes: 2^26 bfloat16 1207 in place of 1649.
-LESS, LESS_COST = (512, 8), 1.1
-COUNTING = 4  # blocks of SortCount on a multiprocessor
-# Rows up to this width are sorted by the network; the first for keys of 4 bytes. us on an H100, network / block: 2^26 float32 in rows of
-# 256 719 / 2787, of 512 1064 / 1120, of 1024 1655 / 960; bfloat16 of 512 1093 / 582; 2^24 float64 of 256 564 / 1537, of 512 1024 / 655.
-NETWORK_WIDTH, NETWORK_WIDTH_OTHER = 512, 256
 
 
 class Problem(typing.NamedTuple):
@@ -52,20 +39,20 @@ class Problem(typing.NamedTuple):
 
 def _block(columns, size):
     """(threads, keys of a thread) of the smallest block that sorts a row; None if none does."""
-    return next((b for b in BLOCKS if math.prod(b) >= columns and (size < 8 or b[1] <= 8)), None)
+    return next((b for b in tuning.BLOCKS if math.prod(b) >= columns and (size < 8 or b[1] <= 8)), None)
 
 
 def _tile(p: Problem, indices: bool):
     """(threads, keys of a thread) of a tile, of a sort with indices or without."""
-    if p.rows * p.columns < MANY:
-        return SMALL
+    if p.rows * p.columns < tuning.MANY:
+        return tuning.SMALL
     if jnp.dtype(p.dtype).itemsize == 8:
-        return LARGE_8
+        return tuning.LARGE_8
     if not indices:
-        return LARGE if p.rows == 1 else ROWS
+        return tuning.LARGE if p.rows == 1 else tuning.ROWS
     places = lambda tile: ceil_div(p.columns, math.prod(tile)) * math.prod(tile)
-    less = jnp.dtype(p.dtype).itemsize < 4 or LESS_COST * places(LESS) < places(LARGE)
-    return LESS if less else LARGE
+    less = jnp.dtype(p.dtype).itemsize < 4 or tuning.LESS_COST * places(tuning.LESS) < places(tuning.LARGE)
+    return tuning.LESS if less else tuning.LARGE
 
 
 def fits(algorithm: str, p: Problem, device=None) -> bool:
@@ -76,12 +63,14 @@ def fits(algorithm: str, p: Problem, device=None) -> bool:
         return p.columns <= (WIDTH_8 if jnp.dtype(p.dtype).itemsize == 8 else WIDTH)
     if algorithm == "block":
         return _block(p.columns, jnp.dtype(p.dtype).itemsize) is not None
-    return algorithm == "tiles" and p.columns >= DIGITS and p.rows * ceil_div(p.columns, math.prod(SMALL)) < 2**31
+    return (
+        algorithm == "tiles" and p.columns >= DIGITS and p.rows * ceil_div(p.columns, math.prod(tuning.SMALL)) < 2**31
+    )
 
 
 def choose(p: Problem, device=None) -> str | None:
     """The algorithm; None: XLA."""
-    width = NETWORK_WIDTH if jnp.dtype(p.dtype).itemsize == 4 else NETWORK_WIDTH_OTHER
+    width = tuning.NETWORK_WIDTH if jnp.dtype(p.dtype).itemsize == 4 else tuning.NETWORK_WIDTH_OTHER
     if p.columns <= width and fits("network", p):
         return "network"
     return next((name for name in ("block", "tiles") if fits(name, p, device)), None)
@@ -157,7 +146,7 @@ def digit_passes(p: Problem, device, element: str, keys, columns, scratch: Scrat
     """
     (threads, own), passes = _tile(p, columns[0] != launch.null), len(keys)
     tiles = ceil_div(p.columns, threads * own)
-    blocks, parts = p.rows * tiles, max(1, min(tiles, COUNTING * device.sm_count // p.rows))
+    blocks, parts = p.rows * tiles, max(1, min(tiles, tuning.COUNTING * device.sm_count // p.rows))
     words, digits = 4 * DIGITS * blocks, 4 * DIGITS  # bytes of what tiles publish in a pass, and of counts
     zeroed = passes * words + passes * p.rows * digits + 4 * passes
     at = scratch.take(zeroed).offset

@@ -1,0 +1,32 @@
+"""Sizes of tiles and thresholds of sorts, searches and counts, with what was measured on an H100, us; see benchmarks/NOTES.md."""
+
+# ---- sorts; pairs are (threads, keys of a thread)
+
+# Rows up to this width are sorted by the network; the first for keys of 4 bytes [network / block, 2^26 float32 in rows of 256 719 / 2787, of
+# 512 1064 / 1120, of 1024 1655 / 960; 2^26 bfloat16 in rows of 512 1093 / 582; 2^24 float64 in rows of 256 564 / 1537, of 512 1024 / 655].
+NETWORK_WIDTH, NETWORK_WIDTH_OTHER = 512, 256
+# Of a block for each row. Keys of 8 bytes have room for 8 in a thread.
+BLOCKS = ((128, 4), (128, 8), (256, 8), (256, 16), (512, 8), (512, 16))
+# Tiles of long rows: for few keys, for many, for many that have 8 bytes, and for many in several rows [tiles of 4096 / 8192 / 2048 keys, 2^20
+# float32 76 / 78 / 93, with indices 90 / 86 / 109; 2^26 1704 / 1703, with indices 3055 / 2494; 4096 rows of 32768 2783 / 3003 / 4186].
+SMALL, LARGE, LARGE_8, ROWS = (512, 4), (512, 16), (512, 8), (256, 16)
+MANY = 1 << 20  # keys
+# With indices, tiles of 4096 keys cost more for each key, but more of them are full [10000 rows of 10000 3611 in place of 4593]. They are
+# faster for keys of 2 bytes [2^26 bfloat16 1207 in place of 1649].
+LESS, LESS_COST = (512, 8), 1.1
+COUNTING = 4  # blocks of SortCount on a multiprocessor
+
+# ---- searches: (threads, bytes of keys in shared memory, blocks on a multiprocessor)
+
+# For few queries, and for as many as fill all blocks of the second kind several times [2^24 queries in 2^20 float32: 1206 with the first; with
+# 1024 threads and 96 KB for two blocks 826, 128 KB 982, 192 KB 719].
+SEARCH_FEW, SEARCH_MANY, MANY_QUERIES = (256, 16 << 10, 8), (1024, 192 << 10, 1), 1 << 20
+
+# ---- counts
+
+COUNT_RESIDENT = 4  # blocks on a multiprocessor
+# From so many elements on, sorting them by window is faster than adding each to the result [2^24 into 2^20: 187 in place of 222, and 208 in
+# place of 429 if all are equal; 212 with 4 blocks on a multiprocessor].
+WINDOWS_ELEMENTS, WINDOWS_RESIDENT = 1 << 24, 8
+# Not measured: each block adds all its bins to the result, and so must count more elements than bins.
+ELEMENTS_OF_BIN = 4
