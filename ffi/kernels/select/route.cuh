@@ -33,8 +33,7 @@ template <class T, int kVector, int kPacks> __global__ void __launch_bounds__(kR
     RouteChoose(const __grid_constant__ RouteArgs a) {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
   constexpr int kOwn = kVector * kPacks;
-  constexpr bool kAhead =
-      kOwn <= 8;  // a token is loaded while the one before it is routed; more do not fit in registers
+  constexpr bool kAhead = kOwn <= 8;  // a token is loaded while the one before it is routed, if registers suffice
   constexpr uint32_t kStep = 32 * kVector;
   __shared__ uint64_t room[kRouteThreads];
   __shared__ uint16_t counts[kRouteWarps * kRouteExperts];  // [kRouteWarps, width]

@@ -79,13 +79,8 @@ def placed(own, experts, counts, capacity):
 
 
 def reference(logits, *, k, capacity, renormalize):
-    (tokens, all_experts) = logits.shape
-    values, experts = bind(top_k_p, logits, k=k)
-    wide = computing(logits.dtype)
-    if renormalize:
-        weights = jax.nn.softmax(values.astype(wide), -1)
-    else:
-        weights = jnp.exp(values.astype(wide) - logsumexp(logits.astype(wide), axis=-1, keepdims=True))
+    tokens, all_experts = logits.shape
+    _, experts = bind(top_k_p, logits, k=k)
     flat = validate.mergeable(experts, 2).reshape(-1)[None]
     keys, order = sort_indices(flat, rows=all_experts, wrap=False, clip=False)
     first = row_offsets(keys, all_experts).astype(jnp.int32)
@@ -95,7 +90,7 @@ def reference(logits, *, k, capacity, renormalize):
         slots = jnp.where(own < capacity, expert * capacity + own, -1)
     # From the order of experts to that of tokens.
     slots = jnp.zeros_like(slots).at[order].set(slots, unique_indices=True, mode="promise_in_bounds").reshape(tokens, k)
-    return [weights.astype(logits.dtype), experts, slots, first[1:] - first[:-1]]
+    return [weights_of(logits, experts, renormalize), experts, slots, first[1:] - first[:-1]]
 
 
 def _batch(prim, operands, dims, params):
