@@ -830,7 +830,8 @@ def _portable(source: str) -> str:
 
 def _row(program, label, own, plain, pyg, explanation, required, runs=None) -> dict[str, Any]:
     """plain: None if the plain program does not end; pyg: None if there is no such peer. runs: how many were equal."""
-    measured = {_goals.OURS: own} | ({} if plain is None else {"xla": plain})
+    of_jax = {_goals.OURS: own} | ({} if plain is None else {"xla": plain})
+    measured = dict(of_jax)
     times = {who: m.time.to_json() for who, m in measured.items()}
     if plain is None:
         times["xla"] = _timing.Failure(program.endless).to_json()
@@ -860,9 +861,9 @@ def _row(program, label, own, plain, pyg, explanation, required, runs=None) -> d
         "times": times,
         "first_s": {who: round(m.first, 3) for who, m in measured.items()},
         "loss": {who: m.loss for who, m in measured.items()},
-        "memory": {who: m.memory for who, m in measured.items()},
-        "device_us": {who: round(sum(m.device.values()), 1) for who, m in measured.items() if m.device},
-        "kernels_us": {who: _longest(m.device) for who, m in measured.items() if m.device},
+        "memory": {who: m.memory for who, m in of_jax.items()},
+        "device_us": {who: round(sum(m.device.values()), 1) for who, m in of_jax.items() if m.device},
+        "kernels_us": {who: _longest(m.device) for who, m in of_jax.items() if m.device},
         "decisions": [dataclasses.asdict(d) | {"source": _portable(d.source)} for d in explanation],
         "handlers": sorted({d.operation for d in explanation.taken}),
         "copy_ratio": {},
