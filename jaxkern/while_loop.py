@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
@@ -81,7 +81,9 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
         e = next(e for e in reversed(closed.jaxpr.eqns) if e.primitive is lax.while_p)
         counts = e.params["cond_nconsts"], e.params["body_nconsts"]
         read(e.params["cond_jaxpr"], e.params["body_jaxpr"], *counts, LABEL)
-    return jax.tree.unflatten(tree, map(_result, jaxpr_as_fun(closed)(*init)))
+    # The loop is made where the user called this function, so that messages about it name that line.
+    found = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *init, propagate_source_info=False)
+    return jax.tree.unflatten(tree, map(_result, found))
 
 
 def _condition(going):

@@ -276,6 +276,7 @@ LONG = jnp.ones((2, 5000))  # rows that no kernel reduces within a loop
         (lambda c, x: (c + c.T, x), "two dimensions", X),
         (lambda c, x: (c, jax.debug.print("{}", c)), "which has side effects|which is not elementwise", X),
         (lambda c, x: (lax.fori_loop(0, jnp.int32(c[0, 0]), lambda _, c: c + 1, c), x), "", X),
+        (lambda c, x: (jaxkern.while_loop(lambda c: c < 3, lambda c: c + 1, c), x), "which is not elementwise", X),
     ],
 )
 def test_what_is_not_elementwise(body, words, state):

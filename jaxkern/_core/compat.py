@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
+import os
 import pathlib
 import re
 import sys
@@ -21,6 +22,8 @@ from jaxlib.version import __version__ as jaxlib_version
 from jaxkern._core import environment
 from jaxkern._core.arrays import of_some
 from jaxkern._core.compat_lowering import Conditional
+
+_PACKAGE = str(pathlib.Path(__file__).parent.parent) + os.sep
 
 
 def varying_axes(x) -> frozenset:
@@ -220,11 +223,12 @@ def _made_at(equation):
 
 
 def source_line(equation) -> str:
-    """The user's file and line that made an equation of a jaxpr; empty where JAX does not say."""
+    """The user's file and line that made an equation of a jaxpr, not a line of this package; empty where JAX does not say."""
     with contextlib.suppress(Exception):
         from jax._src import source_info_util
 
-        return source_info_util.summarize(equation.source_info)
+        lines = source_info_util.summarize(equation.source_info, num_frames=64).splitlines()
+        return next((line for line in reversed(lines) if not line.startswith(_PACKAGE)), "")
     return ""
 
 
