@@ -105,7 +105,12 @@ PROGRAMS = {
     "random walks": "random walks",
     "oscillators": "Van der Pol's oscillators",
     "adaptive integrator": "adaptive integrator",
+    "sampling of tokens": "sampling of tokens",
+    "molecular dynamics": "molecular dynamics",
+    "hierarchical model": "hierarchical model",
     "llama": "Llama-like transformer",
+    "llama with experts": "Llama-like transformer with 8 experts",
+    "llama with cudnn": "Llama-like transformer, cuDNN's attention",
     "t5 encoder": "T5 encoder",
     "vision transformer": "vision transformer",
     "capped transformer": "transformer with soft caps",
@@ -115,6 +120,8 @@ DETAILS = {
     "uniform": "even degrees",
     "by hand": "norms and losses by hand",
     "ott-jax": "ott-jax",
+    "jax-md": "jax-md",
+    "numpyro": "NumPyro",
 }
 SPLITS = {
     "softmax rows": "softmax, rows split",
