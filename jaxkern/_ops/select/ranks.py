@@ -17,13 +17,13 @@ from jaxkern._core.define import ceil_div
 from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.signature import FLAT, Signature, local, primitive
+from jaxkern._ops.select import tuning
 from jaxkern._ops.select.sort_rows import sort_rows_p
 
 HEADER = "select/ranks.cuh"
 ARGS = Params(HEADER, "RankArgs")
 DTYPES = ("float16", "bfloat16", "float32")
 THREADS, RESIDENT, DIGIT, BINS, MOST = 256, 4, 11, 2048, 4
-SCRATCH = 4  # counts take at most the memory of the rows, divided by this
 
 
 def plan(device, operands, results) -> launch.Plan | None:
@@ -35,7 +35,12 @@ def plan(device, operands, results) -> launch.Plan | None:
     shifts = [*range(8 * size - DIGIT, 0, -DIGIT), 0]
     states = 8 * rows * count
     scratch = len(shifts) * (4 * BINS * rows * count + states)
-    if count > MOST or SCRATCH * scratch > rows * columns * size or columns >= 2**31 or rows * count >= 2**31:
+    if (
+        count > MOST
+        or tuning.RANKS_SHARE * scratch > rows * columns * size
+        or columns >= 2**31
+        or rows * count >= 2**31
+    ):
         return None
     parts = max(1, min(RESIDENT * device.sm_count // rows, columns // (16 * BINS)))
     part = ceil_div(ceil_div(columns, parts), 16) * 16

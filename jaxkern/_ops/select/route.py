@@ -19,7 +19,8 @@ from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.signature import FLAT, Signature, primitive
 from jaxkern._ops.indexing.sort import row_offsets, sort_indices
-from jaxkern._ops.select.top_k import WARP_MOST, loads_of_warp, taken_along, top_k_p
+from jaxkern._ops.select import tuning
+from jaxkern._ops.select.top_k import loads_of_warp, taken_along, top_k_p
 from jaxkern.reduction import logsumexp
 
 HEADER = "select/route.cuh"
@@ -35,7 +36,7 @@ def plan(device, operands, results, *, k, capacity, renormalize) -> launch.Plan 
     tokens, experts = logits.shape
     blocks = min(device.sm_count, ceil_div(tokens, WARPS))
     run = ceil_div(tokens, blocks * WARPS)
-    if experts > EXPERTS or k > WARP_MOST or run * WARPS >= 2**16:
+    if experts > EXPERTS or k > tuning.WARP_MOST or run * WARPS >= 2**16:
         return None
     names = ("weights", "experts", "slots", "counts")
     args = ARGS(

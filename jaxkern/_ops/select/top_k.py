@@ -21,6 +21,7 @@ from jaxkern._core.device import H200
 from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, has_tangent, set_jvp
 from jaxkern._core.signature import FLAT, Signature, primitive
+from jaxkern._ops.select import tuning
 
 HEADER, FUNCTION_HEADER = "select/top_k.cuh", "select/top_k_function.cuh"
 FUNCTOR = "Function"
@@ -37,13 +38,6 @@ RESIDENT = 4  # blocks that a multiprocessor holds: each has 41 KB of shared mem
 MOST = 1024  # the greatest k: of the 4096 elements that a block holds, most are to be other candidates
 MOST_PARTS = 2048  # elements of a tile of candidates
 WARP_WIDTH = 1024  # 32 elements in each lane
-
-# Up to so many elements, of rows of any width or of narrow ones, warps are faster than blocks [32768x1000, us on an H100: 16 elements
-# 82 and 211, 24 elements 309 and 225; 32768x256: 32 elements 126 and 392].
-WARP_MOST, NARROW = 16, 256
-# A part has at least so many elements, or so many times k, so that reading it takes longer than selecting [50 of 64x128256, bfloat16: 25 us, 25
-# with 4096, 27 with 16384; 10 of 2^20: 11, 9, 13; 50 of 8x128256: 16, 17, 19; 1024 of 16x262144: 87 us, 91 with 8 times k, 90 with 32].
-PART, PART_OF_K = 8192, 16
 
 
 class Problem(typing.NamedTuple):
@@ -62,13 +56,13 @@ def fits(algorithm: str, p: Problem, device=None) -> bool:
     if algorithm == "warp":
         return p.columns <= WARP_WIDTH and p.k <= 32
     if algorithm == "split":
-        return p.columns >= 2 * p.k and p.rows * p.columns < 2**31 * PART
+        return p.columns >= 2 * p.k and p.rows * p.columns < 2**31 * tuning.PART
     return algorithm == "block"
 
 
 def choose(p: Problem, device=None) -> str | None:
     """The algorithm; None: XLA."""
-    if fits("warp", p) and (p.k <= WARP_MOST or p.columns <= NARROW):
+    if fits("warp", p) and (p.k <= tuning.WARP_MOST or p.columns <= tuning.NARROW):
         return "warp"
     if fits("split", p) and _parts(p, device or H200) > 1:
         return "split"
@@ -104,7 +98,7 @@ def _reader(x, selected, function) -> tuple[str, str, str]:
 
 def _parts(p: Problem, device) -> int:
     """How many blocks share a row so that all multiprocessors read, and parts are long."""
-    return min(device.sm_count * RESIDENT // p.rows, p.columns // max(PART, PART_OF_K * p.k), MOST_PARTS)
+    return min(device.sm_count * RESIDENT // p.rows, p.columns // max(tuning.PART, tuning.PART_OF_K * p.k), MOST_PARTS)
 
 
 def _loads(vectors: bool, size: int, columns: int) -> tuple[int, int]:

@@ -1,4 +1,15 @@
-"""Sizes of tiles and thresholds of sorts, searches and counts, with what was measured on an H100, us; see benchmarks/NOTES.md."""
+"""Sizes of tiles and thresholds of selections, sorts, searches and counts, with what was measured on an H100, us; see benchmarks/NOTES.md."""
+
+# ---- selections
+
+# Up to so many elements, of rows of any width or of narrow ones, warps are faster than blocks [32768x1000: 16 elements 82 in place of 211, 24
+# elements 309 and 225; 32768x256: 32 elements 126 in place of 392].
+WARP_MOST, NARROW = 16, 256
+# A part has at least so many elements, or so many times k, so that reading it takes longer than selecting [50 of 64x128256, bfloat16: 25, with
+# 4096 25, with 16384 27; 10 of 2^20: 11, 9, 13; 50 of 8x128256: 16, 17, 19; 1024 of 16x262144: 87, with 8 times k 91, with 32 90].
+PART, PART_OF_K = 8192, 16
+# The counts of a selection by rank take at most this share of the memory of the rows.
+RANKS_SHARE = 4
 
 # ---- sorts; pairs are (threads, keys of a thread)
 
