@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxkern._core import validate
+from jaxkern._core import compat, validate
 from jaxkern._core.cpp import Unsupported
 from jaxkern._core.jaxprs import held
 from jaxkern._engines.loops.chunks import checkpointed
@@ -140,12 +139,15 @@ def _check(f, carry, xs):
     body = closed.jaxpr, closed.consts, 0, len(jax.tree.leaves(carry)), label
     try:
         Program(*body)
-    except Unsupported as error:
-        with contextlib.suppress(Unsupported):
+    except Unsupported as of_lanes:
+        try:
             RowProgram(*body)
             return
+        except Unsupported as of_rows:
+            # Only rows have products, so what rows lack says more where there are products.
+            error = of_rows if compat.calls(closed.jaxpr, "dot_general") else of_lanes
         error.add_note("compute it outside of the loop, or use jax.lax.scan")
-        raise
+        raise error from None
 
 
 def linear_recurrence(

@@ -268,7 +268,7 @@ LONG = jnp.ones((2, 5000))  # rows that no kernel reduces within a loop
 @pytest.mark.parametrize(
     "body, words, state",
     [
-        (lambda c, x: (c + (c @ LONG.T) @ LONG, x), "which is not elementwise", LONG),
+        (lambda c, x: (c + (c @ LONG.T) @ LONG, x), "a reduction of more than 4096 elements", LONG),
         (lambda c, x: (c - jnp.mean(c), x), "a sum over lanes, which is known only", LONG),
         (lambda c, x: (c / jnp.max(c), x), "a reduction over lanes", LONG),
         (lambda c, x: (c, lax.cumsum(x)), "which is not elementwise", X),

@@ -199,6 +199,30 @@ def common(scan, n):
     return run, [numbers(n, n), numbers(STEPS, LANES)]
 
 
+def gates(scan, n):
+    """A recurrent unit whose gates are the halves of one row."""
+    tile = getattr(lax, "tile", lambda x, reps: jnp.concatenate([x, x], -1))  # jax >= 0.9
+
+    def run(w, x):
+        def body(h, x):
+            forget, reset = jnp.split(jax.nn.sigmoid(h @ w + tile(x, (1, 2))), 2, -1)
+            h = forget * h + (1 - forget) * jnp.tanh(reset * h + x)
+            return h, h
+
+        return scan(body, x[0], x)
+
+    return run, [numbers(n, 2 * n), numbers(STEPS, LANES, n)]
+
+
+def observed(scan, n):
+    """A product of a row and a matrix that is only the result of a step."""
+
+    def run(w, x):
+        return scan(lambda h, x: (jnp.tanh(0.5 * h + x), h @ w), x[0], x)
+
+    return run, [numbers(n, 5), numbers(STEPS, LANES, n)]
+
+
 def one_row(scan, n):
     """No lanes."""
 
@@ -297,6 +321,8 @@ ON_THE_CPU = [
     (constant, 17, "float32", False),
     (ragged, 20, "float32", False),
     (common, 6, "float32", False),
+    (gates, 20, "float32", False),
+    (observed, 20, "float32", False),
 ]
 
 
@@ -305,7 +331,7 @@ ON_THE_CPU = [
 @pytest.mark.parametrize("make, n, dtype, again", ON_THE_CPU)
 def test_kernels_on_the_cpu(make, n, dtype, again, highest_precision):
     """Every element is written, nothing is read or written out of bounds, and results are right."""
-    forward = make in (viterbi, moved, constant, ragged, common)
+    forward = make in (viterbi, moved, constant, ragged, common, gates, observed)
     with compat.enable_x64(dtype == "float64"):
         e = traced(make, n, dtype, again)[0 if forward else -1]
         made, core = planned(e)

@@ -57,6 +57,15 @@ def _counters(shape):
     return [jnp.zeros(shape, np.uint32), functools.reduce(lax.add, places)]
 
 
+def _tiled(x, reps):
+    for axis, n in enumerate(reps):
+        if x.shape[axis] == 1:
+            x = lax.broadcast_in_dim(x, (*x.shape[:axis], n, *x.shape[axis + 1 :]), range(x.ndim))
+        elif n != 1:
+            x = lax.concatenate([x] * n, axis)
+    return x
+
+
 def _each(f, batch, given=1):
     """f on every key of an array of keys; the first `given` operands have these batch dimensions in front."""
     for _ in range(batch):
@@ -80,6 +89,8 @@ def rewritten(e):
         return lambda x: [lax.index_in_dim(x, k, axis, False) for k in range(x.shape[axis])]
     if name == "stack":
         return lambda *xs: lax.concatenate([lax.expand_dims(x, (params["axis"],)) for x in xs], params["axis"])
+    if name == "tile":
+        return lambda x: _tiled(x, params["reps"])
     if name == "split":
         axis, ends = params["axis"], list(itertools.accumulate(map(int, params["sizes"])))
         return lambda x: [lax.slice_in_dim(x, end - int(n), end, axis=axis) for n, end in zip(params["sizes"], ends)]

@@ -225,11 +225,12 @@ def find(program):
             body.evaluate(step.operands[0], body.own_index(step.operands[0]), frozenset(), collect, {})
         else:
             body.evaluate(step.result, body.own_index(step.result), frozenset(step.results), collect, {})
-        own = outer(len(program.axes(step.result)))
+        own, sizes = outer(len(program.axes(step.result))), program.sizes(step.result)
         for v, at in collect.leaves:
             if isinstance(at, tuple) and v in level:
-                # Elements of other threads are there after the nest that computes them.
-                later = program.reduced(body.made[v]) or (not reduces and at and at != own)
+                # Elements of other threads, and of rows of another length, are there after the nest that computes them.
+                is_other = at and (at != own or program.sizes(v) != sizes)
+                later = program.reduced(body.made[v]) or (not reduces and is_other)
                 found = max(found, level[v] + bool(later))
         return found
 

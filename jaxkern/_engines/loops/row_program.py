@@ -134,6 +134,9 @@ class RowProgram(Program):
             own = [v for k, v in enumerate(self.carries) if k not in self.accumulators]
             carried = {d for v in own for d in v.set()} - self.rows
             more = {d for v in every for d in v.set() if d.size <= MOST_ROW} - carried - self.rows
+            if not (carried and more) and not any(map(self.reduced, self.steps)):
+                # Products of a carry and a matrix may be only results of a step.
+                carried, more = True, {d for k, own in self.sums.items() for d in own - self.results[k].set()}
             if not carried or not more:
                 break
             self.rows |= more
