@@ -294,7 +294,9 @@ def test_hints_that_lie_touch_no_other_row(operation, hint, width):
     index = indices(rows // 2, count, kind="uniform") * 2  # neither in order nor unique
     index[::7], index[::11] = 3 * rows + 1, -5 * rows
     x, source = values((rows, width), "float32"), values((count, width), "float32", 2)
-    found = run(operation, x, index, source, indices_are_sorted=hint != "unique", unique_indices=hint != "sorted")
+    found = run(
+        operation, x, index, source, lies=True, indices_are_sorted=hint != "unique", unique_indices=hint != "sorted"
+    )
     assert found.shape == x.shape
     if operation == "index_add":
         np.testing.assert_array_equal(found[1::2], x[1::2])

@@ -377,3 +377,44 @@ def test_a_problem_is_what_operands_say():
     assert p == problem((2, 3, 9, 5, 4), wrap=True, index_dtype="uint8")
     assert shared == problem((2, 1, 9, 5, 4), "segment_sum", source_batched=False, index_dtype="int64")
     assert plan.problem_of("segment_sum", (9,), of((5,), "int8"), of((5,), "int32"), Rules(0)) is None
+
+
+ADD = lambda x, i, s: jaxkern.index_add(x, 0, i, s)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    "f, options, copies",
+    [
+        (ADD, {}, True),
+        (ADD, {"donate_argnums": 0}, False),
+        (lambda x, i, s: ADD(jnp.sin(x), i, s), {}, False),
+        (lambda x, i, s: jax.jit(ADD)(x.reshape(500, 2, 32), i, s.reshape(-1, 2, 32)), {}, True),
+        (lambda x, i, s: jax.jit(ADD)(x, i, s), {"donate_argnums": 0}, False),
+        (lambda x, i, s: jax.lax.fori_loop(0, 3, lambda k, x: ADD(x, i, s), x), {}, False),
+        (lambda x, i, s: x.at[i].add(s), {}, True),
+        (lambda x, i, s: ADD(np.arange(500 * 64.0, dtype=np.float32).reshape(500, 64), i, s), {}, True),
+    ],
+    ids=["kept", "donated", "result", "function", "donated to a function", "loop", "scatter", "constant"],
+)
+def test_rows_that_are_kept_are_copied_as_they_are_added_to(f, options, copies):
+    """The result has memory of its own; where x is not needed afterwards, it takes the memory of x."""
+    types = [
+        jax.ShapeDtypeStruct(s, d) for s, d in (((500, 64), "float32"), ((2000,), "int32"), ((2000, 64), "float32"))
+    ]
+    with jaxkern.accelerate(force=True):
+        text = jax.jit(f, **options).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "@jaxkern_index_add(" in line)
+    assert ("output_operand_alias" in call) != copies
+
+
+def test_a_copy_comes_first_where_no_kernel_copies_rows():
+    """Each algorithm of an index_add that has memory of its own."""
+    for size, algorithm in (
+        ((1, 1, 5000, 9000, 64), "sort"),
+        ((1, 1, 5000, 9000, 7), "sort"),
+        ((1, 1, 99, 9, 64), "small"),
+    ):
+        p = problem(size, deterministic=True)
+        steps, _ = plan.launches(algorithm, p, buffers_of(p)._replace(x=launch.operand(2)))
+        assert (steps[0].header == "indexing/copy.cuh") == (size[4] == 7 or algorithm == "small")
+        assert all(step.header != "indexing/copy.cuh" for step in steps[1:])

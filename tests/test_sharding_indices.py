@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharding import DEVICES, check, every_mesh, mesh, messages, put, same, several
+from sharding import DEVICES, KERNELS, check, every_mesh, mesh, messages, put, same, several
 
 import jaxkern
 
@@ -323,7 +323,7 @@ def test_rows_at_indices_in_shard_map(manual):
     f = jax.shard_map(everything, mesh=m, in_specs=(P("r"), P(), P("r")), out_specs=P("r"), axis_names=manual)
     mapped = jax.jit(f).lower(*operands).compile()
     same(mapped(*operands), [indexed_on_one_device(name, (8,)) for name in FUNCTIONS])
-    check(mapped.as_text(), {})
+    check(mapped.as_text(), {}, kernel=manual == {"r", "c"})  # over some of the axes, XLA's operations run
 
 
 @several
@@ -341,12 +341,17 @@ def test_gradient_of_a_replicated_table_in_shard_map():
 
 @several
 def test_donated_rows_are_updated_in_place():
-    """Split or not, index_add onto a donated array needs no second one."""
+    """Split or not, index_add onto a donated array needs no second one. Onto another array, a kernel copies rows as it adds."""
     m = mesh()
     x, index, source = put(m, indexed(), (P("r"), P(), P()))
-    f = jax.jit(lambda x, i, s: jaxkern.index_add(x, 0, i, s), donate_argnums=0)
+    add = lambda x, i, s: jaxkern.index_add(x, 0, i, s)
+    f = jax.jit(add, donate_argnums=0)
+    copies = lambda text: re.findall(r"= \S+\[\d+,\d+\]\S* copy\(", text)
     text = f.lower(x, index, source).compile().as_text()
-    assert "input_output_alias" in text and not re.findall(r"= \S+\[\d+,\d+\]\S* copy\(", text)
+    assert "input_output_alias" in text and not copies(text)
+    if KERNELS:
+        assert not copies(jax.jit(add).lower(x, index, source).compile().as_text())
+        same(jax.jit(add)(x, index, source), add(*indexed()))
     wanted = jaxkern.index_add(*[indexed()[0], 0, *indexed()[1:]])
     same(f(x, index, source), wanted)
     assert x.is_deleted()
@@ -365,7 +370,7 @@ def test_exported_programs_run_on_several_devices():
         again = jax.jit(jax.export.deserialize(exported.serialize()).call)
         same(again(*args), f(x, index, source))
         if silent:
-            check(again.lower(*args).compile().as_text(), {})
+            check(again.lower(*args).compile().as_text(), {}, kernel=False)
 
 
 @several

@@ -73,6 +73,7 @@ def _lower_to_kernels(
     prepare=None,
     dtypes=None,
     instead=None,
+    settled=None,
     left=None,
     cached=True,
     on_cpu=None,
@@ -93,6 +94,8 @@ def _lower_to_kernels(
     dtypes: names of the first operand's dtypes that have kernels. None: `plan` decides.
     instead(ctx, operands, params, lower): results that replace the call of the kernels or the parts, or None.
         lower(prim, ctx, operands, params) lowers a call of another primitive here.
+    settled(operands, params): the parameters, with what the program around the call shows of its operands; for rules that are
+        not cached.
     left(prim, ctx, operands, params): whether the call is left to the reference for a reason of its own.
     cached=False: the rule is called for every use of `prim`, in the function that contains the use.
     """
@@ -108,6 +111,8 @@ def _lower_to_kernels(
             kernels = wanted and not split and platform == "cuda" and plan is not None
             kernels = kernels and compat.partitioned_devices(ctx) == 1 and registry.kernels_run()
             found = None
+            if settled is not None and (split or kernels):
+                params = settled(operands, params)
             if instead is not None and (split or kernels):
                 found = instead(ctx, operands, params, _lower_on(platform))
             if found is None and split:

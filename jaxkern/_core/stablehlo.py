@@ -100,6 +100,39 @@ def is_arithmetic(ctx, value) -> bool:
     return True
 
 
+def is_kept(value) -> bool:
+    """Whether `value` is still there when the program has ended: an argument that is not donated, or a constant.
+
+    Looks through reshapes and the functions and `shard_map`s that the operation stands in. False where that is not known.
+    """
+    for _ in range(MOST):
+        operation = maker(value)
+        if operation is None:
+            function, number = value.owner.owner.operation, ir.BlockArgument(value).arg_number
+            if function.name == "sdy.manual_computation":
+                value = function.operands[number]
+            elif function.name != "func.func":
+                return False
+            elif _is_program(function):
+                return not _is_donated(function, number)
+            else:
+                value = compat_lowering.passed(value)
+                if value is None:
+                    return False
+        elif operation.name in ("stablehlo.reshape", CONSTRAINT):
+            value = operation.operands[0]
+        else:
+            return operation.name == "stablehlo.constant"
+    return False
+
+
+def _is_donated(function, number) -> bool:
+    if "arg_attrs" not in function.attributes:
+        return False
+    own = ir.DictAttr(ir.ArrayAttr(function.attributes["arg_attrs"])[number])
+    return "jax.buffer_donor" in own or "tf.aliasing_output" in own
+
+
 def _is_program(function) -> bool:
     """Whether a func.func is the program, and not a function that it calls."""
     attributes = function.attributes

@@ -16,8 +16,8 @@
 //              up
 //
 // Each row is written once, and a run of up to a chunk costs no extra work. Memory traffic: source is read once, each
-// touched row of out is read (with reads_out) and written once, and keys and order are read once per vector of a row,
-// mostly from L2. For segment operations, further blocks of the same launch fill the rows without updates (gaps.cuh).
+// touched row of base is read (with reads_out) and written once, and keys and order are read once per vector of a row,
+// mostly from L2. Unless out is base, further blocks of the same launch fill the rows without updates (gaps.cuh).
 //
 // On entry run.chunks describes the chunks (Describe). run.keys and run.order are aligned to 16 bytes unless kAligned
 // is false.
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, size
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x;
   if (blockIdx.x >= s.blocks) {
     const int64_t warp = thread / kWarp - s.blocks * (kReduceThreads / kWarp);
-    if (warp < s.ranges.warps) FillGaps<kOp, T, N>(run, s.ranges, warp);
+    if (warp < s.ranges.warps) FillGaps<kOp, T, N, kOp == Reduction::kSum>(run, s.ranges, warp);
     return;
   }
   if (thread >= s.threads) return;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, size
       at_head = false;
     } else {
       char* const to = in_out(current);
-      if (!x_read) x = load(to);
+      if (!x_read) x = load(run.Old(to));
 #pragma unroll
       for (int p = 0; p < kParts; ++p) {
         const Pack<T, N> finished = FinishedPack<kOp, T, N>(total[p], alpha, reads_out, x.part[p]);
@@ -219,13 +219,13 @@ __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, size
         slice[u] = load(in_source(row[u]));
         // A run that begins and ends among these places reads its row when it ends, so the row is prefetched. With 8
         // places in flight such runs are few, or registers are exhausted.
-        if (kRows == 4 && reads_out && key[u] != newest && newest != current) Prefetch(in_out(newest));
+        if (kRows == 4 && reads_out && key[u] != newest && newest != current) Prefetch(run.Old(in_out(newest)));
         newest = key[u];
       }
     }
     // Load the row of the run that is open at the end of these places.
     const bool reads = reads_out && newest != current;
-    if (reads) x_next = load(in_out(newest));
+    if (reads) x_next = load(run.Old(in_out(newest)));
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
       if (key[u] >= run.dropped) continue;

@@ -7,7 +7,8 @@
 //
 // So rows need no marks, the work per gap is at most two ranges, and many warps share long empty ranges. These are
 // device functions for the kernels of reduce.cuh, chunks.cuh, narrow_rows.cuh and tiles.cuh. They read the keys and
-// write each untouched row of run.out once.
+// write each untouched row of run.out once: the identity of the reduction, or in ReduceChunks with run.reads_out the row
+// of run.base.
 #pragma once
 
 #include "indexing/run.cuh"
@@ -51,16 +52,49 @@ template <class Fill> __device__ __forceinline__ void ForGap(const IndexRun& run
   for (int i = 0; i < 2; ++i, first = next, end = next_end) fill(first, end);
 }
 
-// Writes the identity to vectors [begin, begin + width) of rows [first, end) of one slice. All lanes of a warp must
-// call it. kOp: the reduction. T, N: element type and elements of a vector.
-template <Reduction kOp, class T, int N> __device__ __forceinline__ void FillRows(const IndexRun& run, int64_t o,
-                                                                                  int64_t begin, int64_t width,
-                                                                                  uint32_t first, uint32_t end) {
+// Copies elements; all lanes of a warp must call it. Vectors of 16 bytes, kAhead of them in flight per lane, wherever
+// both arrays are equally far from an address that is aligned to them.
+template <class T> __device__ __forceinline__ void CopyElements(T* to, const T* from, int64_t elements) {
+  constexpr int V = 16 / sizeof(T), kAhead = 4;
+  const int lane = threadIdx.x % kWarp;
+  const uintptr_t gap = -reinterpret_cast<uintptr_t>(to) % 16;
+  int64_t head = elements;
+  if (-reinterpret_cast<uintptr_t>(from) % 16 == gap) head = min(elements, static_cast<int64_t>(gap / sizeof(T)));
+  for (int64_t i = lane; i < head; i += kWarp) to[i] = from[i];
+  const int64_t vectors = (elements - head) / V, behind = head + vectors * V;
+  to += head, from += head;
+  for (int64_t i = lane; i < vectors; i += kAhead * kWarp) {
+    Pack<T, V> pack[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (i + u * kWarp < vectors) pack[u] = LoadPart<T, V>(from + (i + u * kWarp) * V);
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (i + u * kWarp < vectors) StorePart<T, V>(to + (i + u * kWarp) * V, pack[u]);
+    }
+  }
+  if (behind + lane < elements) to[vectors * V + lane] = from[vectors * V + lane];
+}
+
+// Writes the identity, or with run.reads_out the old values, to vectors [begin, begin + width) of rows [first, end) of
+// one slice. All lanes of a warp must call it. kOp: the reduction. T, N: element type and elements of a vector. kCopies:
+// whether there may be old values, which take registers.
+template <Reduction kOp, class T, int N, bool kCopies = false>
+__device__ __forceinline__ void FillRows(const IndexRun& run, int64_t o, int64_t begin, int64_t width, uint32_t first,
+                                         uint32_t end) {
   if (first >= end) return;
   const Pack<T, N> identity = Filled<T, N>(FromCompute<T>(Identity<kOp, Compute<T>>()));
   T* to = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(first)) * run.inner + begin * N;
   const bool whole = width * N == run.inner;  // the rows are contiguous
   const int64_t each = whole ? (end - first) * width : width;
+  if (kCopies && run.reads_out) {
+#pragma unroll 1
+    for (uint32_t lines = whole ? 1 : end - first; lines > 0; --lines, to += run.inner) {
+      CopyElements(to, run.Old(to), each * N);
+    }
+    return;
+  }
   for (uint32_t lines = whole ? 1 : end - first; lines > 0; --lines, to += run.inner) {
 #pragma unroll 4
     for (int64_t i = threadIdx.x % kWarp; i < each; i += kWarp) StorePart<T, N>(to + i * N, identity);
@@ -95,7 +129,7 @@ template <class Fill> __device__ __forceinline__ void ForGapsOfTile(const IndexR
 }
 
 // Does the work of warp `number` of f.warps. Parameters as for FillRows.
-template <Reduction kOp, class T, int N>
+template <Reduction kOp, class T, int N, bool kCopies = false>
 __device__ __forceinline__ void FillGaps(const IndexRun& run, const RangeShape& f, int64_t number) {
   const bool looks_for_gaps = number < f.gap_warps;
   if (!looks_for_gaps) number -= f.gap_warps;
@@ -109,7 +143,7 @@ __device__ __forceinline__ void FillGaps(const IndexRun& run, const RangeShape& 
     const bool one_slice = !run.sorted_keys && run.batch > 1;  // indices are in order only within a slice
     const uint32_t low = one_slice ? b * run.count : 0, high = one_slice ? low + run.count : run.positions;
     const uint32_t place = LowerBound(run, low, high, first);
-    if (place >= high || KeyAt(run, place) >= end) FillRows<kOp, T, N>(run, o, begin, width, first, end);
+    if (place >= high || KeyAt(run, place) >= end) FillRows<kOp, T, N, kCopies>(run, o, begin, width, first, end);
     return;
   }
   const int64_t o = f.by_spans.Div(item);
@@ -128,7 +162,7 @@ __device__ __forceinline__ void FillGaps(const IndexRun& run, const RangeShape& 
 #pragma unroll 1
   for (uint32_t place = start + lane; place < start + f.span; place += kWarp) {
     ForGaps(run, f, key_at(place - 1), key_at(place),
-            [&](uint32_t first, uint32_t end) { FillRows<kOp, T, N>(run, o, begin, width, first, end); });
+            [&](uint32_t first, uint32_t end) { FillRows<kOp, T, N, kCopies>(run, o, begin, width, first, end); });
   }
 }
 

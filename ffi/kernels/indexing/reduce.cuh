@@ -131,7 +131,7 @@ template <Reduction kOp, class T, int V> __global__ void __launch_bounds__(kFixu
       Columns x = {};
       if (run.reads_out && has && way == 0) {
 #pragma unroll
-        for (int c = 0; c < V; ++c) x.c[c] = ToCompute(at[c]);
+        for (int c = 0; c < V; ++c) x.c[c] = ToCompute(run.Old(at)[c]);
       }
       // The parts of a run: the tail of its first chunk, heads up to the first whole group, the sums of whole groups,
       // and the remaining heads.

@@ -7,9 +7,11 @@
 //     out      [batch, outer, rows, inner]      source   [batch, outer, count, inner]
 //     index    [batch, count]                   every slice of `outer` uses the same indices
 //
-// A run reduces the rows of source with the same target row of out, together with the value of that row if `reads_out`:
+// A run reduces the rows of source with the same target row of out, together with the old value of that row if
+// `reads_out`. Old values are in `base`, which is out itself or, where ReduceChunks (chunks.cuh) copies rows, another
+// array of its shape:
 //
-//     kSum     out[b, o, r, :] = out[b, o, r, :] + alpha * sum of source[b, o, k, :] over all k with index[b, k] == r
+//     kSum     out[b, o, r, :] = base[b, o, r, :] + alpha * sum of source[b, o, k, :] over all k with index[b, k] == r
 //     kMax     their largest element, -inf (the least integer) if there is none; NaN propagates
 //     kMin     likewise the smallest
 //     kProd    their product, 1 if there is none
@@ -44,6 +46,7 @@ struct IndexRun : Indices {
   const void* source;
   const void* alpha;  // one element in the computing type; null: 1
   void* out;
+  const void* base;  // old values of the rows, if `reads_out`: out, or an array of its shape
   void* partials;
   int64_t outer, inner;
   int64_t source_stride, out_stride;  // rows between successive `outer` slices
@@ -52,7 +55,7 @@ struct IndexRun : Indices {
   uint32_t chunk;       // places of a tile, or of a thread
   int32_t sorted_bits;  // `pairs`: number of leading key bits that are sorted
   bool sorted_keys;     // keys ascend, dropped ones last; if false, the indices ascend, or nothing does
-  bool reads_out;       // the values of out take part in the reduction
+  bool reads_out;       // the values of base take part in the reduction
 
   __device__ __forceinline__ int64_t SourceRow(uint32_t position) const {
     int64_t row = position;
@@ -64,8 +67,13 @@ struct IndexRun : Indices {
     if (out_extra) row += by_rows.Div(key) * out_extra;
     return row;
   }
+  // Returns the old value of an element of out.
+  template <class T> __device__ __forceinline__ const T* Old(const T* at) const {
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(at) +
+                                      (static_cast<const char*>(base) - static_cast<const char*>(out)));
+  }
 };
-static_assert(sizeof(IndexRun) == 248);
+static_assert(sizeof(IndexRun) == 256);
 
 // Source of keys: run.keys, the plain indices of one slice, or either according to the run. kAny costs at least one
 // branch per key, and its loads do not overlap.

@@ -22,12 +22,13 @@ from jaxkern._core.launch import null, struct, u32
 from jaxkern._core.params import Params
 from jaxkern._ops.indexing import tuning
 from jaxkern._ops.indexing.bins_plan import narrow, windows_of
-from jaxkern._ops.indexing.chunks_plan import reduced
+from jaxkern._ops.indexing.chunks_plan import copies_rows, reduced
 from jaxkern._ops.indexing.problem import (
     FILL_SHAPE,
     WARP,
     Buffers,
     Problem,
+    copied,
     fill_shape,
     filled,
     identity,
@@ -105,14 +106,20 @@ def _narrow_pays(p):
 def launches(algorithm: str, p: Problem, buffers: Buffers, aligned: bool = True) -> tuple[list, int]:
     """(launches, bytes of scratch). aligned: all buffers are aligned to 16 bytes."""
     steps, most = [], 0
-    fills_first = not p.adds and (algorithm == "unique" or _fills_first(p))
+    # Rows without updates are written here, or by the first run.
+    writes_all = not p.adds or buffers.x is not None
+    fills_first = writes_all and (
+        _fills_first(p) or (not copies_rows(algorithm, p) if p.adds else algorithm == "unique")
+    )
     if fills_first:
-        steps.append(filled(buffers.out, p.batch * p.outer * p.rows * p.row_bytes, identity(p)))
+        size = p.batch * p.outer * p.rows * p.row_bytes
+        steps.append(copied(p, buffers, aligned) if p.adds else filled(buffers.out, size, identity(p)))
     for part in parts(p):
         scratch, later = Scratch(), part.position > 0
         # A run reads the rows back that an earlier run has written.
-        run = run_of(p, part, buffers, p.adds or ((later or fills_first) and algorithm != "unique"))
-        fills = not p.adds and not later and not fills_first
+        reads_out = p.adds or ((later or fills_first) and algorithm != "unique")
+        fills = writes_all and not later and not fills_first
+        run = run_of(p, part, buffers, reads_out, buffers.x if fills else None)
         if algorithm == "small":
             steps += small(p, run, fills, aligned)
         elif algorithm in ("unique", "atomic"):
@@ -272,7 +279,9 @@ def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | No
     elif algorithm == "sorted" and rules.plan == "auto":
         algorithm = "sort"  # over the given order
     out = launch.result(0)
-    buffers = Buffers(**{"alpha": null, "out": out} | {n: b for n, b in given.items() if n != "x"})
+    if not rules.copies:
+        given.pop("x", None)
+    buffers = Buffers(**{"alpha": null, "out": out} | given)
     steps, scratch = launches(algorithm, p, buffers)
     unaligned, more = launches(algorithm, p, buffers, aligned=False)
     return launch.planned(algorithm, steps, max(scratch, more), None if unaligned == steps else unaligned)

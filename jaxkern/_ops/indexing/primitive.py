@@ -21,7 +21,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxkern._core import algorithms, validate
+from jaxkern._core import algorithms, stablehlo, validate
 from jaxkern._core.algorithms import pick
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
@@ -146,6 +146,19 @@ def _without_order(x, index, keys, order, *, rules):
     return None if keys is None else lambda x, index, keys, order, *, rules: (x, index, None, None)
 
 
+# A result of a custom call shares an operand's memory always or never. If x is still needed after an index_add that works in
+# place, as an argument that was not donated is, XLA copies x first. Then a kernel that copies rows as it adds reads and
+# writes less, so the result is an array of its own. To see this, the lowering rule must not be cached.
+
+
+def _settled(operands, params):
+    """The parameters of an index_add, with where its result lies."""
+    rules = params["rules"]
+    if rules.copies is not None:
+        return params
+    return params | {"rules": rules._replace(copies=stablehlo.is_kept(operands[0]))}
+
+
 OPERATIONS = {}  # the name of the operation of each primitive
 
 
@@ -179,7 +192,9 @@ index_add_p = _primitive(
     reference.add,
     functools.partial(sharding.add, segment_sum_p),
     batch=_batch_add,
-    aliases={0: 0},
+    aliases=lambda prim, operands, params: None if params["rules"].copies else {0: 0},
+    settled=_settled,
+    cached=False,
 )
 index_select_p = _primitive(
     "index_select",

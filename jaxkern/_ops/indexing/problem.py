@@ -10,7 +10,7 @@ import typing
 import numpy as np
 
 from jaxkern._core import launch
-from jaxkern._core.define import ceil_div
+from jaxkern._core.define import ceil_div, cuda_type
 from jaxkern._core.launch import i64, null, u64
 from jaxkern._core.params import Params
 from jaxkern._ops.indexing.sort import INDICES, MAX_KEYS, MAX_POSITIONS, Indices, Part
@@ -81,6 +81,7 @@ class Buffers(typing.NamedTuple):
     out: launch.Buffer
     keys: launch.Buffer | None = None  # of the given order
     order: launch.Buffer | None = None
+    x: launch.Buffer | None = None  # of an index_add whose result does not take the memory of x
 
 
 def parts(p: Problem) -> list[Part]:
@@ -109,6 +110,7 @@ class Run:
     source: launch.Buffer
     alpha: typing.Any
     out: launch.Buffer
+    base: launch.Buffer
     outer: int
     inner: int
     source_stride: int
@@ -136,7 +138,8 @@ class Run:
         return dataclasses.replace(self, **fields)
 
 
-def run_of(p: Problem, part: Part, buffers: Buffers, reads_out: bool) -> Run:
+def run_of(p: Problem, part: Part, buffers: Buffers, reads_out: bool, base: launch.Buffer | None = None) -> Run:
+    """base: what holds the old values of the rows, if the result does not."""
     source_batch = p.outer * p.count if p.source_batched else 0
     index = moved(buffers.index, (part.b * p.count + part.position) * p.index_dtype.itemsize)
     return Run(
@@ -144,6 +147,7 @@ def run_of(p: Problem, part: Part, buffers: Buffers, reads_out: bool) -> Run:
         source=moved(buffers.source, (part.b * source_batch + part.position) * p.row_bytes),
         alpha=buffers.alpha,
         out=moved(buffers.out, part.b * p.outer * p.rows * p.row_bytes),
+        base=moved(base or buffers.out, part.b * p.outer * p.rows * p.row_bytes),
         outer=p.outer,
         inner=p.inner,
         source_stride=p.count,
@@ -190,6 +194,13 @@ def identity(p) -> int:
 
 def filled(buffer, size, pattern):
     return kernel("fill", "Fill<256, 4>", [buffer, i64(size), u64(pattern)], ceil_div(size, 256 * 4 * 16), 256)
+
+
+def copied(p, buffers, aligned):
+    """Copies x to the result."""
+    n, elements = 16 // p.size if aligned else 1, p.batch * p.outer * p.rows * p.inner
+    args = [buffers.x, buffers.out, i64(elements)]
+    return kernel("copy", f"Copy<{cuda_type(p.dtype)}, {n}>", args, ceil_div(max(elements // n, n), 256 * 4), 256)
 
 
 def power_of_two(n, least, most) -> int:

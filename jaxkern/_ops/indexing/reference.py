@@ -23,6 +23,9 @@ class Rules(typing.NamedTuple):
     deterministic: bool = True
     fill_nan: bool = False  # index_select: an index out of range gives NaN or a limit of the integer dtype; else 0
     plan: str = "auto"
+    # index_add: whether the result is an array of its own (True) or takes the memory of x (False). None: as the program
+    # shows where the call is lowered; see `primitive.py`.
+    copies: bool | None = None
 
 
 def least(dtype):

@@ -142,6 +142,8 @@ def segments(join, prim, over, source, index, keys=None, order=None, *, rows, ru
 
 
 def add(segment_sum_p, prim, over, x, index, source, alpha=None, keys=None, order=None, *, rules):
+    if rules.copies is None:
+        rules = rules._replace(copies=False)  # the program of a part does not show what the whole array is used for
     if keeps_order(over):
         return bind(prim, x, index, source, alpha, keys, order, rules=rules)
     across, along, axis = over["rows"], over["count"], rules.axis

@@ -14,6 +14,7 @@ BIN_THREADS, WIDE_THREADS, BIN_WARPS, WINDOW_THREADS, WINDOW_EACH, SPAN_THREADS 
 FILL_ROW_BYTES, FILL_BYTES, FILL_ROWS = 32, 1 << 22, 8  # see _fills_first in plan.py; FILL_ROWS are rows of one update
 
 # Sorted updates.
+COPIED_ROW_BYTES = 256  # the shortest row that is copied in the pass that adds; see copies_rows in chunks_plan.py
 NARROW_INNER = 8  # the longest row, in elements, for narrow_rows.cuh
 # REDUCE_THREADS [Zipf's indices, float32: 1 % faster with 64 and with 32; embedding 1 % slower].
 REDUCE_THREADS, DESCRIBE_THREADS, KEYS_WRITTEN = 128, 128, 16
