@@ -148,8 +148,8 @@ def losses(out):
 
 @pytest.mark.process
 def test_two_processes_train_as_one():
-    """The example, its batch or its vocabulary split over the processes: the same losses, by rounding. Only sums are sent, and
-    neither logits nor the table are gathered."""
+    """The example, its batch or its vocabulary split over the processes: the same losses, by rounding. Sums and numbers of rows
+    are sent, and neither logits nor the table are gathered."""
     for module in ("matplotlib", "tqdm"):
         pytest.importorskip(module, reason="the example needs the `examples` extra")
     with socket.socket() as free:
@@ -164,4 +164,8 @@ def test_two_processes_train_as_one():
     for run in split[0]:
         assert run == pytest.approx(alone, rel=1e-5)
     for out in printed[1:]:
-        assert [line for line in out.splitlines() if line.startswith("sent")] == ["sent all-reduce"] * 2
+        sent = [line for line in out.splitlines() if line.startswith("sent")]
+        assert sent == [
+            "sent all-reduce",
+            "sent all-gather all-reduce",
+        ]  # numbers of rows, where the vocabulary is split

@@ -155,7 +155,7 @@ def row_sums(axis, over, *arrays):
 
 
 def row_exponentials(x, axis, over, weights=(), others=()):
-    """(largest, sums): the largest element of each row of x, and sums over the row, with two messages.
+    """(largest, sums): the largest element of each row of x, and sums over the row, with one message.
 
     It sums exp(x - largest), exp(x - largest) times each of the weights, and each of the other arrays. For a row that is
     entirely -inf, the largest element is 0 and the sums of exponentials are 0.
@@ -189,13 +189,23 @@ def _in_one_read(x, weights, axis):
 
 def merge_exponentials(largest, sums, over, scaled=1):
     """(largest, sums) of whole rows from the parts on each device; the first `scaled` sums are of exponentials."""
-    base = jnp.where(largest == -jnp.inf, 0, largest)
     if not over:
-        return base, sums
-    whole = lax.pmax(largest, over)
+        return jnp.where(largest == -jnp.inf, 0, largest), sums
+    largest, *sums = gathered([largest, *sums], over)
+    whole = jnp.max(largest, 0)
     whole = jnp.where(whole == -jnp.inf, 0, whole)
-    factor = jnp.exp(jnp.where(largest == -jnp.inf, -jnp.inf, base - whole))
-    return whole, _summed([s * factor for s in sums[:scaled]] + sums[scaled:], over)
+    factor = jnp.exp(jnp.where(largest == -jnp.inf, -jnp.inf, largest - whole))
+    return whole, [jnp.sum(s * factor if k < scaled else s, 0) for k, s in enumerate(sums)]
+
+
+def gathered(numbers, over):
+    """The arrays `numbers`, of one shape, of all devices along `over`, each with a first dimension for the devices.
+
+    One message, where a maximum and then sums relative to it are two, the second of which waits for the first. Each device
+    receives the numbers of all: for a few numbers per row and some dozens of devices, what takes time is the message itself.
+    """
+    every = lax.all_gather(jnp.stack(numbers), over)
+    return [every[:, k] for k in range(len(numbers))]
 
 
 def _summed(sums, over):

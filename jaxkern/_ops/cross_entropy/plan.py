@@ -173,7 +173,7 @@ class _Call(typing.NamedTuple):
             "gradient": (operand(4), null, operand(2), operand(3), operand(5), operand(6)),
         }[p.which]
         *rows, mask = rows if p.masked else (*rows[:4], null, null)
-        numbers = (options.smoothing, 1 - options.smoothing, options.z_loss, p.width)
+        numbers = (options.smoothing, 1 - options.smoothing, options.z_loss, options.classes or p.width)
         arrays = 1 if p.which == "loss" else 2
         return struct(
             operand(0),
@@ -187,7 +187,7 @@ class _Call(typing.NamedTuple):
             boolean(not p.whole),
             boolean(p.rows * p.width * p.inner * p.itemsize * arrays > self.device.l2_bytes),
             boolean(options.ignore is not None),
-            boolean(options.as_written),
+            boolean(options.as_written or options.classes > 0),
             i32(_LABELS.index(self.label_dtype)),
             i64(ignore_bits(options.ignore)),
             *map(f32, numbers),

@@ -60,8 +60,7 @@ def _readable(*types, axis, **params):
 
 def _partition(signature, part, prim, ctx, operands, params):
     params = params | {"options": params["options"]._replace(overwrites=_overwrites(prim, operands, params))}
-    shard = functools.partial(sharding.shard, part, cross_entropy_p)
-    return signature.partition(shard, prim, ctx, operands, params)
+    return signature.partition(functools.partial(sharding.shard, part), prim, ctx, operands, params)
 
 
 def _left(prim, ctx, operands, params) -> bool:
@@ -145,7 +144,19 @@ def _overwritten(prim, operands, params):
     return {0: last} if _overwrites(prim, operands, params) else None
 
 
-cross_entropy_p = _primitive("cross_entropy", LOSS, reference.loss, sharding.loss, "loss", instead=_loss_instead)
+def _loss_of_part(*operands, **params):
+    return sharding.loss(cross_entropy_p, *operands, **params)
+
+
+def _gradient_of_part(*operands, **params):
+    return sharding.gradient(cross_entropy_grad_p, *operands, **params)
+
+
+def _both_of_part(*operands, **params):
+    return sharding.both(cross_entropy_p, cross_entropy_grad_p, *operands, **params)
+
+
+cross_entropy_p = _primitive("cross_entropy", LOSS, reference.loss, _loss_of_part, "loss", instead=_loss_instead)
 compat.check_indices(
     cross_entropy_p,
     lambda logits, labels, *mask, axis, options, **_: (labels, axis) if options.as_written else None,
@@ -155,7 +166,7 @@ cross_entropy_grad_p = _primitive(
     "cross_entropy_grad",
     GRADIENT,
     reference.gradient_by_residuals,
-    sharding.gradient,
+    _gradient_of_part,
     "gradient",
     taylor=reference.gradient,
     aliases=_overwritten,
@@ -165,5 +176,10 @@ cross_entropy_jvp_p = _primitive(
     "cross_entropy_jvp", TANGENT, reference.transpose_by_residuals, taylor=reference.transpose
 )
 cross_entropy_both_p = _primitive(
-    "cross_entropy_both", BOTH, reference.both, sharding.both, "both", aliases=_overwritten
+    "cross_entropy_both", BOTH, reference.both, _both_of_part, "both", aliases=_overwritten
 )
+
+
+def probabilities_of_part(*operands, **params):
+    """The softmax of a part of rows from numbers of the whole rows; see sharding.py."""
+    return sharding.probabilities(cross_entropy_grad_p, *operands, **params)

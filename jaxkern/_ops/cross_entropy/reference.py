@@ -20,6 +20,9 @@ class Options(typing.NamedTuple):
     # For calls that `jaxkern.accelerate` puts into a program. Infinite logits, and labels that are not a class, have the
     # results that JAX has in logsumexp(x) - x[label]. If arithmetic makes the logits, the call is left to XLA.
     as_written: bool = False
+    # The number of all classes, if the gradient is that of the part of an array on one device: 0 for a whole array. Labels
+    # that are not a class of the part have no entry in its gradient. See sharding.py.
+    classes: int = 0
 
 
 def _shifted(logits, mask, axis):
@@ -72,6 +75,7 @@ def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, 
     kernels: where it is infinite, the label's entry is the difference of two infinities, NaN.
     first, classes: the first class and the number of all classes, if the logits are a part of an array.
     """
+    as_written = options.as_written or options.classes > 0
     x = logits.astype(total.dtype)
     e = jnp.exp((x if mask is None else jnp.where(mask, x, -jnp.inf)) - largest)
     label, bad, ignored = classes_of(labels, classes or logits.shape[axis], axis, options)
@@ -81,12 +85,12 @@ def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, 
     if options.z_loss:
         factor = factor * (1 + 2 * options.z_loss * (jnp.where(dead, 0, largest) + jnp.log(total)))
     # Of a row, not of each of its elements.
-    factor = jnp.where(dead if options.as_written else bad, jnp.nan, factor)
+    factor = jnp.where(dead if as_written else bad, jnp.nan, factor)
     height = 1 - options.smoothing
     smooth = options.smoothing
     if weight is not None:
         factor, height, smooth = factor * weight, height * weight, smooth * weight
-    if options.as_written:
+    if as_written:
         dead, height = jnp.zeros_like(dead), jnp.where(bad, 0, jnp.asarray(height, e.dtype))
     hot = jax.lax.broadcasted_iota(label.dtype, logits.shape, axis) == label - jnp.asarray(first).astype(label.dtype)
     slope = e * factor - jnp.where(hot, height, 0).astype(e.dtype)
@@ -106,7 +110,7 @@ def _slopes(logits, labels, mask, axis, options, weight=None):
 def _slopes_by_residuals(logits, labels, largest, total, count, mask, axis, options, weight=None):
     """The same from the residuals, which saves a read of the logits."""
     largest, total = (jnp.expand_dims(a, axis) for a in (largest, total))
-    count = logits.shape[axis] if count is None else jnp.expand_dims(count, axis)
+    count = options.classes or logits.shape[axis] if count is None else jnp.expand_dims(count, axis)
     return slopes(logits, labels, largest, total, count, mask, axis, options, weight=weight)
 
 

@@ -1,8 +1,8 @@
 """Cross-entropy of logits whose classes are split over devices, as a vocabulary often is.
 
-    loss        a kernel reads each part once; two messages of a few numbers per row; the device that holds the label's
+    loss        a kernel reads each part once; one message of a few numbers per row; the device that holds the label's
                 logit contributes it
-    gradient    XLA's operations read and write each part once, without a message, because residuals describe whole rows
+    gradient    a kernel reads and writes each part once, without a message, because residuals describe whole rows
     both        one after the other
     tangent     XLA's operations, and a message
 
@@ -12,6 +12,7 @@ If only rows are split, the kernels run on each part without a message. Classes 
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern._core import partition
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._ops.cross_entropy import reference
@@ -55,23 +56,26 @@ def loss(loss_p, over, logits, labels, mask=None, *, axis, algorithm, options):
         logit = jnp.where(own_mask, logit, -jnp.inf)
 
     largest, total, count, below = _statistics(loss_p, logits, mask, axis, options.smoothing, algorithm)
-    base = jnp.where(largest == -jnp.inf, 0, largest)
-    whole = lax.pmax(largest, over)
-    whole = jnp.where(whole == -jnp.inf, 0, whole)
-    sums = [total * jnp.exp(largest - whole), jnp.where(own, logit - whole, 0)]
+    numbers = [largest, total, jnp.where(own, logit, 0)]
     if options.smoothing:
-        sums.append(below + count * (base - whole))
-    if mask is not None:
-        sums.append(count)
-    total, logit, *sums = lax.psum(jnp.stack(sums), over)
-    count = jnp.full_like(total, classes) if mask is None else sums[-1]
+        numbers += [below, jnp.broadcast_to(count, below.shape)]
+    elif mask is not None:
+        numbers.append(count)
+    largest, total, logit, *rest = partition.gathered(numbers, over)
+    whole = jnp.max(largest, 0)
+    whole = jnp.where(whole == -jnp.inf, 0, whole)
+    total = jnp.sum(total * jnp.exp(largest - whole), 0)
+    logit = jnp.sum(logit, 0) - whole
+    count = jnp.full_like(total, classes) if mask is None else jnp.sum(rest[-1], 0)
 
     log_total = jnp.log(total)
     value = log_total
     if options.smoothing != 1:
         value = value - (1 - options.smoothing) * logit
     if options.smoothing:
-        value = value - options.smoothing * sums[0] / count
+        base = jnp.where(largest == -jnp.inf, 0, largest)
+        below = jnp.sum(rest[0] + rest[1] * (base - whole), 0)
+        value = value - options.smoothing * below / count
     if options.z_loss:
         value = value + options.z_loss * (whole + log_total) ** 2
     value = reference.settled(value, whole, total, logit, bad, ignored, options)
@@ -79,19 +83,40 @@ def loss(loss_p, over, logits, labels, mask=None, *, axis, algorithm, options):
     return [jnp.squeeze(a, axis) for a in (value, whole, total, *([] if mask is None else [count]))]
 
 
-def gradient(loss_p, over, logits, labels, largest, total, g, count=None, mask=None, *, axis, algorithm, options):
+_ELSEWHERE, _NOTHING = -1, -2  # labels of a part: the class of another device, and a row whose gradient is 0
+
+
+def gradient(grad_p, over, logits, labels, largest, total, g, count=None, mask=None, *, axis, algorithm, options):
+    """The gradient kernel on the part. What it must know of the whole row is in the label, the weight and the residuals."""
     first, classes = _place(over, logits.shape[axis])
-    largest, total, g = (jnp.expand_dims(a, axis) for a in (largest, total, g))
-    count = classes if count is None else jnp.expand_dims(count, axis)
-    slope, live = reference.slopes(logits, labels, largest, total, count, mask, axis, options, first, classes, g)
-    return jnp.where(live, slope, 0).astype(logits.dtype)
+    label, bad, ignored = (jnp.squeeze(a, axis) for a in reference.classes_of(labels, classes, axis, options))
+    here = label.astype(jnp.int32) - first
+    here = jnp.where((here >= 0) & (here < logits.shape[axis]) & ~bad, here, _ELSEWHERE)
+    nothing = ignored
+    if not options.as_written:
+        nothing |= (total == 0) & ~bad
+        g = jnp.where(bad, jnp.nan, g)
+    here = jnp.where(nothing, _NOTHING, here)
+    options = options._replace(ignore=_NOTHING, as_written=False, classes=classes)
+    given = logits, here, largest, total, g, count, mask
+    return bind(grad_p, *given, axis=axis, algorithm=algorithm, options=options)
 
 
-def both(loss_p, over, logits, labels, g, mask=None, **params):
+def probabilities(grad_p, x, largest, total, mask=None, *, axis):
+    """exp(x - largest) / total on the part, 0 where it is masked out or the total is 0: the gradient of logsumexp(x)."""
+    largest, total = (jnp.squeeze(a, axis) for a in (largest, total))
+    labels = jnp.where(total == 0, _NOTHING, _ELSEWHERE).astype(jnp.int32)
+    options = Options(ignore=_NOTHING, classes=x.shape[axis])
+    count = None if mask is None else jnp.zeros_like(total)  # read with label smoothing alone
+    given = x, labels, largest, total, jnp.ones_like(total), count, mask
+    return bind(grad_p, *given, axis=axis, algorithm="auto", options=options)
+
+
+def both(loss_p, grad_p, over, logits, labels, g, mask=None, **params):
     found = value, largest, total, *count = loss(loss_p, over, logits, labels, mask, **params)
-    return [*found, gradient(loss_p, over, logits, labels, largest, total, g, *(count or [None]), mask, **params)]
+    return [*found, gradient(grad_p, over, logits, labels, largest, total, g, *(count or [None]), mask, **params)]
 
 
-def shard(part, loss_p, prim, over, *operands, **params):
-    """The part of one device, which `part` computes if classes are split. loss_p: the primitive of the loss."""
-    return part(loss_p, over["classes"], *operands, **params) if over["classes"] else bind(prim, *operands, **params)
+def shard(part, prim, over, *operands, **params):
+    """The part of one device, which `part` computes if classes are split."""
+    return part(over["classes"], *operands, **params) if over["classes"] else bind(prim, *operands, **params)

@@ -17,7 +17,7 @@ from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._ops.cross_entropy import reference as classes
 from jaxkern._ops.cross_entropy import sharding as split_classes
-from jaxkern._ops.cross_entropy.primitive import cross_entropy_both_p, cross_entropy_p
+from jaxkern._ops.cross_entropy.primitive import cross_entropy_both_p, cross_entropy_grad_p, cross_entropy_p
 from jaxkern._ops.cross_entropy.reference import Options
 from jaxkern._ops.linear_cross_entropy import plan
 
@@ -158,7 +158,9 @@ class _Head:
         """(loss, largest, total, gradient by the logits)."""
         params = {"axis": 1, "algorithm": "auto", "options": self.spec.loss}
         if self.split.classes:
-            found = split_classes.both(cross_entropy_p, self.split.classes, logits, labels, c, **params)
+            found = split_classes.both(
+                cross_entropy_p, cross_entropy_grad_p, self.split.classes, logits, labels, c, **params
+            )
         else:
             found = bind(cross_entropy_both_p, self.filled(logits), labels, c, self.mask, **params)
         return *found[:3], found[-1]

@@ -6,6 +6,7 @@ over: the axes of the mesh that split the rows. The first argument is the primit
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern._core import partition
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._ops.reduction.reference import count, finite, logsumexp_of
@@ -39,8 +40,9 @@ def logsumexp(statistics_p):
 def statistics(statistics_p, x, *mask, over, axis, dtype, algorithm):
     wide = computing(x.dtype)
     _, largest, total = bind(statistics_p, x, *mask, axis=axis, dtype=(x.dtype, wide, wide), algorithm=algorithm)
-    whole = lax.pmax(largest, over)
+    largest, total = partition.gathered([largest, total], over)
+    whole = jnp.max(largest, 0)
     base = finite(whole)
     # Where a part is empty, or its largest element infinite or NaN, its total needs no rescaling.
-    total = lax.psum(total * jnp.where(jnp.isfinite(largest), jnp.exp(largest - base), 1), over)
+    total = jnp.sum(total * jnp.where(jnp.isfinite(largest), jnp.exp(largest - base), 1), 0)
     return [logsumexp_of(base, total, dtype[0]), jnp.where(jnp.isnan(total), jnp.nan, whole), total]

@@ -20,6 +20,7 @@ from jaxkern._core.rows import (
     unless_nan,
     worthwhile,
 )
+from jaxkern._ops.cross_entropy.primitive import probabilities_of_part
 from jaxkern._ops.reduction.primitive import statistics
 from jaxkern._ops.softmax import dropout
 
@@ -86,8 +87,9 @@ def _stable(x, mask, axis):
 
 def softmax(x, *mask, axis, algorithm, over=()):
     if over:
-        wide, largest, (total,) = _exponentials(x, mask, axis, over)
-        return computed(jnp.exp(wide - largest) / _nonzero(total), *mask).astype(x.dtype)
+        # The gradient of logsumexp: a kernel that reads x once more and writes the result.
+        _, largest, (total,) = _exponentials(x, mask, axis, over)
+        return probabilities_of_part(x, largest, total, *mask, axis=axis)
     _, e, total = _stable(x, mask, axis)
     return computed(e / _lifted(total), *mask).astype(x.dtype)
 

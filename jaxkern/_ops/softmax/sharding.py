@@ -2,8 +2,8 @@
 
     split along            what each device does with its part
     anything else          the kernel
-    the row                XLA's operations, which read x twice, and two messages of a few numbers per row; one message
-                           for the gradient from the result
+    the row                XLA's operations, which read x twice, and a message of a few numbers per row; also one for
+                           the gradient from the result
     the queries, causal    XLA's operations, without a message; the kernel for the gradient from the result
 
 Dropout and the causal limit depend on the position in the whole array, so that the result is the same on any number of
