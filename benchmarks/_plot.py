@@ -286,7 +286,7 @@ def _sharding(files: Files) -> dict[str, Figure]:
     """The fraction of perfect scaling, weak and strong apart."""
     found: dict[str, list[Row]] = {}
     for weak in (True, False):
-        for data, r in cells(files, lambda r: r["devices"] > 1 and (r["group"] != "classes") == weak):
+        for data, r in cells(files, lambda r: r["devices"] > 1 and (r["group"] in _words.WEAK) == weak):
             n = r["devices"]
             kind = (
                 "Weak scaling: each has the work of one alone" if weak else "Strong scaling: they share the work of one"

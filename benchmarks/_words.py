@@ -123,12 +123,22 @@ DETAILS = {
     "jax-md": "jax-md",
     "numpyro": "NumPyro",
 }
+WEAK = ("rows", "step")  # groups of cases of several devices that scale weakly; the others scale strongly
 SPLITS = {
     "softmax rows": "softmax, rows split",
     "cross_entropy rows": "loss and gradient, rows split",
     "index_add rows": "index_add, rows split",
+    "row function rows": "row function, rows split",
+    "recurrence lanes": "linear recurrence, lanes split",
+    "top_k rows": "top_k, rows split",
+    "softmax rows of one array": "softmax, rows split",
+    "index_add rows of one array": "index_add, rows split",
     "softmax classes": "softmax, classes split",
+    "loss classes": "loss, classes split",
     "cross_entropy classes": "loss and gradient, classes split",
+    "row function columns": "row function, columns split",
+    "recurrence steps": "linear recurrence, steps split",
+    "top_k columns": "top_k, columns split",
     "training step": "transformer step, batch split",
 }
 KINDS = {

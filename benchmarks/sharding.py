@@ -3,18 +3,21 @@
     python -m benchmarks sharding                 on 1, 2, 4, ... of the devices that there are
     python -m benchmarks sharding --devices 1,4 --cases softmax
 
-    rows       each device has as many bytes as one had alone: softmax, the loss with its gradient, index_add
-    classes    one array is split along the axis that is reduced
-    step       a training step of examples/language_model.py, each device with the batch that one had alone
+    rows       weak scaling: each device has as many bytes as one had alone, in rows or lanes that are independent
+    step       the same of a training step of examples/language_model.py: each device with the batch that one had alone
+    shared     strong scaling: the rows of one array are split
+    classes    strong scaling: one array is split along the axis that is reduced, selected or scanned
 
 Perfect scaling is 1: rows and the step take as long as on one device, the split array a part of it. XLA's own
-partitioning of the functions of jax.nn and jnp is timed beside it. Calls are enqueued one after the other and timed by the
-host's clock, so that what is sent between devices and the start of every one's work are in it.
+partitioning of the functions of jax.nn, jnp and lax is timed beside it. Calls are enqueued one after the other and timed by
+the host's clock, so that what is sent between devices and the start of every one's work are in it. Programs are compiled
+beside each other, before anything is timed.
 """
 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import pathlib
 import re
@@ -34,6 +37,7 @@ from benchmarks import _goals, _report, _run, _timing
 
 OPERATION = "sharding"
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+COMPILERS = 8  # programs that are compiled at a time
 SAMPLE = 0.05  # seconds of work, at least, that one reading of the clock is about
 
 
@@ -71,6 +75,27 @@ def _plain_loss_and_grad(x, labels):
     return losses, pull(jnp.ones_like(losses))[0]
 
 
+def _gated(x, scale):
+    """A row function that nobody named: a norm, a gate, and the largest element of the row."""
+    x = x.astype(jnp.float32)
+    y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+    return (jax.nn.silu(y) / (1 + jnp.max(jnp.abs(y), -1, keepdims=True))).astype(jnp.bfloat16)
+
+
+def _recurrence(a, b):
+    return jaxkern.linear_recurrence(a, b, axis=0)
+
+
+def _plain_recurrence(a, b):
+    """h[t] = a[t] * h[t - 1] + b[t], as programs in JAX compute it."""
+    join = lambda first, then: (first[0] * then[0], then[0] * first[1] + then[1])
+    return jax.lax.associative_scan(join, (a, b), axis=0)[1]
+
+
+_SOFTMAX = jaxkern.softmax, jax.nn.softmax
+TOP = 64
+
+
 def _add(x, index, source):
     return jaxkern.index_add(x, 0, index, source)
 
@@ -85,12 +110,20 @@ def cases(small: bool) -> list[Case]:
     tokens, classes = (64, 1024) if small else (4096, 131072)
     height, inner, count = (512, 64, 256) if small else (262144, 1024, 65536)
     few, vocabulary = (64, 1024) if small else (4096, 128256)
+    steps, lanes = (64, 512) if small else (4096, 65536)
     labels = lambda n, split, m: Array((n,), split, "int32", m)
     logits = Array((few, vocabulary), 1, "bfloat16")
+    add = lambda split: (
+        Array((height, inner), split, "float32"),
+        labels(count, None, -height),
+        Array((count, inner), None, "float32"),
+    )
+    two = lambda split: (Array((steps, lanes), split, "float32"),) * 2
+    found = lambda n, m: Array((n, m), 0, "float32")
+    function = lambda split: (Array((rows, width), split, "bfloat16"), Array((width,), 0 if split else None, "float32"))
+    top, plain_top = (lambda x, f=f: tuple(f(x, TOP)) for f in (jaxkern.top_k, jax.lax.top_k))
     return [
-        Case(
-            "softmax rows", "rows", (Array((rows, width), 0, "bfloat16"),), jaxkern.softmax, jax.nn.softmax, (0,), 0.95
-        ),
+        Case("softmax rows", "rows", (Array((rows, width), 0, "bfloat16"),), *_SOFTMAX, (0,), 0.95),
         Case(
             "cross_entropy rows",
             "rows",
@@ -100,20 +133,28 @@ def cases(small: bool) -> list[Case]:
             (0, 0),
             0.95,
         ),
-        Case(
-            "index_add rows",
-            "rows",
-            (
-                Array((height, inner), 0, "float32"),
-                labels(count, None, -height),
-                Array((count, inner), None, "float32"),
-            ),
-            _add,
-            _plain_add,
-            (0,),
-            0.95,
+        Case("index_add rows", "rows", add(0), _add, _plain_add, (0,), 0.95),
+        Case("row function rows", "rows", function(0), jaxkern.row_kernel(_gated), _gated, (0,), 0.95),
+        Case("recurrence lanes", "rows", two(1), _recurrence, _plain_recurrence, (1,), 0.95),
+        Case("top_k rows", "rows", (found(tokens, classes // 4),), top, plain_top, (0, 0), 0.95),
+        *(
+            dataclasses.replace(case, name=f"{case.name} of one array", group="shared", grows=False)
+            for case in (
+                Case("softmax rows", "", (Array((rows, width), 0, "bfloat16"),), *_SOFTMAX, (0,), 0.95),
+                Case("index_add rows", "", add(0), _add, _plain_add, (0,), 0.95),
+            )
         ),
-        Case("softmax classes", "classes", (logits,), jaxkern.softmax, jax.nn.softmax, (1,), 0.8, grows=False),
+        Case("softmax classes", "classes", (logits,), *_SOFTMAX, (1,), 0.85, grows=False),
+        Case(
+            "loss classes",
+            "classes",
+            (logits, labels(few, None, vocabulary)),
+            jaxkern.softmax_cross_entropy,
+            _plain_loss,
+            (None,),
+            0.85,
+            grows=False,
+        ),
         Case(
             "cross_entropy classes",
             "classes",
@@ -121,7 +162,28 @@ def cases(small: bool) -> list[Case]:
             jaxkern.softmax_cross_entropy_and_grad,
             _plain_loss_and_grad,
             (None, 1),
-            0.8,
+            0.85,
+            grows=False,
+        ),
+        Case(
+            "row function columns",
+            "classes",
+            function(1),
+            jaxkern.row_kernel(_gated),
+            _gated,
+            (1,),
+            0.95,
+            grows=False,
+        ),
+        Case("recurrence steps", "classes", two(0), _recurrence, _plain_recurrence, (0,), 0.95, grows=False),
+        Case(
+            "top_k columns",
+            "classes",
+            (dataclasses.replace(found(tokens, classes // 4), split=1),),
+            top,
+            plain_top,
+            (None, None),
+            0.95,
             grows=False,
         ),
     ]
@@ -137,14 +199,19 @@ def _spec(split: int | None) -> P:
     return P() if split is None else P(*[None] * split, "d")
 
 
+def _shape(array: Array, n: int) -> tuple[int, ...]:
+    return tuple(s * n if d == array.split else s for d, s in enumerate(array.shape))
+
+
 def _drawn(array: Array, mesh: Mesh, n: int, key: int) -> jax.Array:
-    shape = tuple(s * n if d == array.split else s for d, s in enumerate(array.shape))
+    shape = _shape(array, n)
 
     def draw(key):
         if array.dtype == "int32":
             below = -array.below * n if array.below < 0 else array.below
             return jax.random.randint(key, shape, 0, below, jnp.int32)
-        return jax.random.normal(key, shape, array.dtype)
+        # Between 0 and 1, as the decay of a recurrence is.
+        return jax.random.uniform(key, shape, array.dtype)
 
     return jax.jit(draw, out_shardings=NamedSharding(mesh, _spec(array.split)))(jax.random.key(key))
 
@@ -153,16 +220,23 @@ def _mesh(n: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:n]), ("d",))
 
 
-def _calls(case: Case, n: int) -> dict[str, tuple[Callable[[], Any], str]]:
-    """Name -> what runs one call, and the compiled program."""
-    mesh, grow = _mesh(n), n if case.grows else 1
-    arrays = [_drawn(a, mesh, grow, k) for k, a in enumerate(case.arrays)]
+def _compiled(case: Case, n: int, ours: bool):
+    """The program of n devices."""
+    mesh = _mesh(n)
+    types = [
+        jax.ShapeDtypeStruct(_shape(a, n if case.grows else 1), a.dtype, sharding=NamedSharding(mesh, _spec(a.split)))
+        for a in case.arrays
+    ]
     found = tuple(NamedSharding(mesh, _spec(split)) for split in case.result)
-    calls = {}
-    for name, f in ((_goals.OURS, case.ours), ("xla", case.theirs)):
-        compiled = jax.jit(f, out_shardings=found if len(found) > 1 else found[0]).lower(*arrays).compile()
-        calls[name] = (lambda compiled=compiled: compiled(*arrays)), compiled.as_text()
-    return calls
+    f = jax.jit(case.ours if ours else case.theirs, out_shardings=found if len(found) > 1 else found[0])
+    return f.lower(*types).compile()
+
+
+def _calls(case: Case, n: int, programs) -> dict[str, tuple[Callable[[], Any], str]]:
+    """Name -> what runs one call, and the compiled program. programs: the futures of these, by number of devices and name."""
+    arrays = [_drawn(a, _mesh(n), n if case.grows else 1, k) for k, a in enumerate(case.arrays)]
+    compiled = {name: programs[n, name].result() for name in (_goals.OURS, "xla")}
+    return {name: ((lambda run=run: run(*arrays)), run.as_text()) for name, run in compiled.items()}
 
 
 def _step_calls(n: int, small: bool) -> dict[str, tuple[Callable[[], Any], str]]:
@@ -215,17 +289,28 @@ def run(arguments: Any) -> dict[str, Any]:
     counts = sorted(set(arguments.devices or [n for n in (1, 2, 4, 8) if n <= jax.device_count()]) | {1})
     if counts[-1] > jax.device_count():
         raise SystemExit(f"benchmarks: {counts[-1]} devices were asked for, and there are {jax.device_count()}")
-    everything = {case.name: (case, lambda n, case=case: _calls(case, n)) for case in cases(small)}
-    everything[STEP] = None, lambda n: _step_calls(n, small)
+    everything: dict[str, Case | None] = {case.name: case for case in cases(small)} | {STEP: None}
     chosen = {name: found for name, found in everything.items() if re.search(arguments.cases, name)}
     if not chosen:
         raise SystemExit(f"benchmarks: no case matches {arguments.cases!r}; there are: {', '.join(everything)}")
     rows: list[dict[str, Any]] = []
-    for name, (case, calls_of) in _timing.progress(list(chosen.items()), len(chosen), "measure sharding"):
+    pool = concurrent.futures.ThreadPoolExecutor(COMPILERS)
+    programs = {
+        name: {
+            (n, who): pool.submit(_compiled, case, n, who == _goals.OURS)
+            for n in counts
+            for who in (_goals.OURS, "xla")
+        }
+        for name, case in chosen.items()
+        if case
+    }
+    concurrent.futures.wait([future for futures in programs.values() for future in futures.values()])
+    for name, case in _timing.progress(list(chosen.items()), len(chosen), "measure sharding"):
         alone: dict[str, float] = {}
         for n in counts:
             times, sent, handlers = {}, {}, []
-            for who, (call, text) in calls_of(n).items():
+            calls = _calls(case, n, programs[name]) if case else _step_calls(n, small)
+            for who, (call, text) in calls.items():
                 handlers += re.findall(r'custom_call_target="(jaxkern\w*)"', text)
                 times[who] = _timing_of(call, repeats)
                 sent[who] = dict(

@@ -111,7 +111,7 @@ def _sharding(data) -> str:
         sent = [f"{count} {kind}" for kind, count in r["sent"][_goals.OURS].items()]
         scaling = [f"{r['scaling'][who]:.2f}" for who in (_goals.OURS, "xla")]
         times = [_report.time_text(t.get(who)) for who in (_goals.OURS, "xla")]
-        kind = "strong" if r["group"] == "classes" else "weak"
+        kind = "weak" if r["group"] in _words.WEAK else "strong"
         case = [_words.SPLITS[r["of"]], r["dtype"], kind, r["devices"]]
         rows.append([*case, *times, *scaling, ", ".join(sent) or "nothing"])
     head = ["case", "dtype", "scaling", "GPUs", "jaxkern, µs", "XLA, µs"]

@@ -97,13 +97,15 @@ def test_progress_without_a_terminal(monkeypatch, capsys):
 @pytest.mark.skipif(ON_GPU, reason="arrays of a gigabyte")
 def test_what_devices_are_worth(tmp_path):
     """It runs on as many devices as there are."""
-    options = argparse.Namespace(quick=True, cases="classes|index_add", devices=(), repeats=1)
+    options = argparse.Namespace(quick=True, cases="s classes|index_add", devices=(), repeats=1)
     path = _report.save(data := sharding.run(options), tmp_path)
     rows = json.loads(path.read_text())["results"]
-    assert {r["group"] for r in rows} == {"classes", "rows"} and {1} <= {r["devices"] for r in rows}
+    assert {r["group"] for r in rows} == {"classes", "rows", "shared"} and {1} <= {r["devices"] for r in rows}
     for row in rows:
         assert set(row["times"]) == set(row["scaling"]) == {_goals.OURS, "xla"}
-        assert "all-gather" not in row["sent"][_goals.OURS]
+        assert row["sent"][_goals.OURS] == (
+            {"all-gather": 1} if row["group"] == "classes" and row["devices"] > 1 else {}
+        )
         assert row["devices"] > 1 or set(row["scaling"].values()) == {1.0}
     assert all(row["of"] in sharding.table(data) for row in rows)
 

@@ -1,11 +1,14 @@
-"""Rows of plain JAX programs under `accelerate(only="rows")` on several devices; see test_sharding.py."""
+"""Plain JAX programs under `accelerate` on several devices: rows, and a transformer; see test_sharding.py."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 from accelerated import PLATFORM, close
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharding import mesh, messages, put, several
+from sharding import DEVICES, mesh, messages, put, several
 
 import jaxkern
 
@@ -39,7 +42,7 @@ def test_devices():
 def test_what_is_left_sends_what_the_plain_program_sends():
     """Arrays whose rows are split, too; a scan, a conditional and a nested function that names its shardings."""
     grid = mesh()
-    own = jax.sharding.NamedSharding(grid, P("r"))
+    own = NamedSharding(grid, P("r"))
     inner = jax.jit(lambda x: jax.nn.softmax(x, axis=-1), in_shardings=own, out_shardings=own)
 
     def f(x, scale):
@@ -55,3 +58,69 @@ def test_what_is_left_sends_what_the_plain_program_sends():
     wanted = plain.lower(x, scale).compile()
     assert messages(left.as_text()) == messages(wanted.as_text())
     close(wanted(x, scale), left(x, scale), 0)
+
+
+VOCABULARY, WIDTH, HEADS, TOKENS = 64, 32, 4, 16
+
+
+def transformer(params, tokens):
+    """The loss of a layer as people write it: norms, masked softmax, gated units and the loss by hand."""
+    x = params["embedding"][tokens[:, :-1]]
+    q, k, v = jnp.einsum("btd,dnhk->nbhtk", rms_norm(x, params["scale"]), params["qkv"])
+    scores = jnp.einsum("bhtk,bhsk->bhts", q, k) / 3
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    x = x + jnp.einsum("bhts,bhsk,hkd->btd", weights / weights.sum(-1, keepdims=True), v, params["out"])
+    gate, up = jnp.einsum("btd,dnf->nbtf", rms_norm(x, params["scale"]), params["up"])
+    x = x + (jax.nn.silu(gate) * up) @ params["down"]
+    logits = rms_norm(x, params["scale"]) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+# The specs of the parameters and of the tokens.
+PARALLEL = {
+    "data": (dict.fromkeys(("embedding", "scale", "qkv", "out", "up", "down", "head"), P()), P(("r", "c"))),
+    "tensor": (
+        {
+            "embedding": P(),
+            "scale": P(),
+            "qkv": P(None, None, "c"),
+            "out": P("c"),
+            "up": P(None, None, "c"),
+            "down": P("c"),
+            "head": P(None, "c"),
+        },
+        P("r"),
+    ),
+}
+
+
+@several
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_a_transformer_sends_no_more_than_the_plain_program(parallel):
+    """Whatever is taken. A loss whose classes are split sends its few numbers per row in one message, where XLA needs more."""
+    grid, rng = mesh(), np.random.default_rng(0)
+    specs, split = PARALLEL[parallel]
+    shapes = {
+        "embedding": (VOCABULARY, WIDTH),
+        "scale": (WIDTH,),
+        "qkv": (WIDTH, 3, HEADS, 8),
+        "out": (HEADS, 8, WIDTH),
+        "up": (WIDTH, 2, 64),
+        "down": (64, WIDTH),
+        "head": (WIDTH, VOCABULARY),
+    }
+    params = dict(
+        zip(shapes, put(grid, [rng.normal(0, 0.3, s).astype(np.float32) for s in shapes.values()], specs.values()))
+    )
+    (tokens,) = put(grid, [rng.integers(0, VOCABULARY, (8, TOKENS + 1))], [split])
+    kept = NamedSharding(grid, P()), {n: NamedSharding(grid, s) for n, s in specs.items()}
+    step = jax.jit(jax.value_and_grad(transformer), out_shardings=kept)
+    plain = step.lower(params, tokens).compile()
+    with jaxkern.accelerate(force=True):
+        own = step.lower(params, tokens).compile()
+    close(plain(params, tokens), own(params, tokens), 1e-4)
+    before, after = messages(plain.as_text()), messages(own.as_text())
+    count, size = (lambda sent: sum(map(len, sent.values()))), (lambda sent: sum(map(sum, sent.values())))
+    assert count(after) <= count(before), (before, after)
+    assert size(after) <= size(before) + 3 * len(DEVICES) * tokens.size, (before, after)
