@@ -62,13 +62,9 @@ class Sorted(typing.NamedTuple):
         if self.count is not None:
             values, indices = None, _ends(keys, self.count, self.last)
         else:
-            of_keys = Result(VALUES) in self.results
-            wanted = [
-                n
-                for n, is_wanted in (("values", of_keys), ("indices", set(self.results) != {Result(VALUES)}))
-                if is_wanted
-            ]
-            found = dict(zip(wanted, bind(sort_rows_p, keys, descending=self.descending, wanted=tuple(wanted))))
+            keys_alone = set(self.results) == {Result(VALUES)}
+            wanted = ("values",) * (Result(VALUES) in self.results) + ("indices",) * (not keys_alone)
+            found = dict(zip(wanted, bind(sort_rows_p, keys, descending=self.descending, wanted=wanted)))
             values, indices = found.get("values"), found.get("indices")
 
         def result(r):

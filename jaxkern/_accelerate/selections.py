@@ -7,8 +7,8 @@
     scatter-adds of one number, as in jnp.bincount   the kernel of `jaxkern.bincount`
 
 JAX lowers each jaxpr of a program after derivatives and vmap. The pass looks at the equations of each, and for the uses of a sort
-also into the small functions that make it, such as `jnp.sort` and `jnp.median` themselves. What replaces an equation is a `Call`:
-a function in jnp that is lowered in its place (calls.py of this folder has them).
+also into the small functions that make it, such as `jnp.sort` and `jnp.median` themselves. What replaces an equation is a call
+of a function in jnp, which is lowered in its place (calls.py).
 """
 
 import functools
@@ -134,6 +134,8 @@ def _replaced(module, decide, force, e, around):
             call = exact, e.invars, e.outvars
     elif name == "sort" and switch.wanted(SORT):
         used = [v for v in e.outvars if not compat_rewriting.is_dropped(v)]
+        if not used:
+            return e
         function, operands = _sorted(e, around.made, used)
         answer = gate.sort(*_rows(e), len(e.invars), len(operands) - 1, force=force)
         if decide(SORT, e, *(answer if _is_sort(e) else (False, f"{e.params['num_keys']} keys"))):
