@@ -154,7 +154,7 @@ def test_program(name):
 
 
 # (f, shape, type, why it is taken or left)
-LEFT = ("are few", "are many", "as fast", "XLA ")
+LEFT = ("are few", "are many", "as fast", "XLA ", "no ")
 DECIDED = [
     (jnp.sort, (4, 4), "float32", "are few"),
     (jnp.sort, (1024, 64), "float32", "are few"),
@@ -165,8 +165,13 @@ DECIDED = [
     (jnp.argsort, (1, 1 << 24), "float32", "digit by digit"),
     (lambda x: lax.sort([x, x * x], num_keys=1), (1, 1 << 24), "float32", "as fast"),
     (lambda x: lax.sort([x, x * x], num_keys=1), (1024, 1024), "float32", "rows in one kernel"),
-    (lambda x: lax.top_k(x, 900), (4096, 1024), "float32", "rows in one kernel"),
+    (lambda x: lax.top_k(x, 900), (4096, 1024), "float32", "are many"),
+    (lambda x: lax.top_k(x, 500), (4096, 1024), "float32", "a selection"),
+    (lambda x: lax.top_k(x, 2), (32768, 8), "float32", "a selection"),
     (lambda x: lax.top_k(x, 64), (4096, 256), "bfloat16", "are many"),
+    (lambda x: lax.top_k(x, 32), (1024, 64), "float32", "are many"),
+    (lambda x: lax.top_k(x, 8), (1024, 64), "bfloat16", "a selection"),
+    (jnp.argsort, (1024, 1024), "int8", "no sort of 2 arrays by int8"),
     (lambda x: lax.top_k(x, 2000), (64, 4096), "float32", "rows in one kernel"),
     (lambda x: lax.top_k(x, 1), (4096, 1024), "float32", "XLA reduces"),
     (lambda x: lax.top_k(x, 50), (128, 128256), "bfloat16", "a selection"),

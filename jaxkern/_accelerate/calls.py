@@ -18,21 +18,18 @@ from jaxkern._core import switch
 from jaxkern._core.primitive import bind
 from jaxkern._ops.select.count import count_p
 from jaxkern._ops.select.sort_rows import sort_rows_p
-from jaxkern._ops.select.top_k import by_sorting, taken_along, top_k_p
+from jaxkern._ops.select.top_k import taken_along, top_k_p
 from jaxkern.sorting import searchsorted
 
 
 class Selected(typing.NamedTuple):
-    """lax.top_k. by_sort: rows are sorted."""
+    """lax.top_k."""
 
     k: int
     axis: int
-    by_sort: bool
 
     def __call__(self, x):
-        rows = jnp.moveaxis(x, self.axis, -1)
-        found = by_sorting(rows, k=self.k) if self.by_sort else bind(top_k_p, rows, k=self.k)
-        return [jnp.moveaxis(a, -1, self.axis) for a in found]
+        return [jnp.moveaxis(a, -1, self.axis) for a in bind(top_k_p, jnp.moveaxis(x, self.axis, -1), k=self.k)]
 
 
 class Result(typing.NamedTuple):

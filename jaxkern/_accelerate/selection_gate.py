@@ -10,12 +10,12 @@ from jaxkern._ops.select import count as counting
 from jaxkern._ops.select import sort_rows
 from jaxkern._ops.select import top_k as selection
 
-# Columns for each element that top_k selects, by the bytes of an element, and where few are selected: a selection of more takes longer than
-# a sort [float32: 8 of 128x1024 2.1, 128 of 128x1024 1.4, 64 of 4096x256 0.65, 32 of 1024x64 0.5; bfloat16: 32 of 1024x1024 1.1, 128 of
-# 128x1024 0.7; few, bfloat16: 8 of 1024x64 2.0, 2 of 32768x8 1.6, 4 of 262144x16 1.0].
-SELECT_WIDTH, SELECT_WIDTH_NARROW, FEW, WIDTH_OF_FEW = 8, 32, 8, 8
-# Rows of 16 bits from this width on are sorted for many [4096x256 in 16 bits takes XLA 24 us, the sort and what follows about 26].
-SORTED_NARROW = 512
+# Columns for each element that top_k selects; (the greatest k, columns for each element), where few are selected; and the width of rows of
+# which half may be selected [float32: 8 of 128x1024 2.1, 128 of 128x1024 1.4, 64 of 4096x256 0.65, 32 of 1024x64 0.5; 2 of 32768x8 2.5, 4 of
+# 262144x16 2.4; 512 of 128x1024 1.2, of 4096x1024 1.7, 1024 of 16384x1024 0.98].
+WIDTH, FEW, HALVED = 8, (4, 4), 1024
+# The same in 16 bits [32 of 1024x1024 1.1, 128 of 128x1024 0.7; 8 of 1024x64 2.0, 6 of 4096x128 2.5, 4 of 262144x16 1.0].
+WIDTH_16, FEW_16 = 32, (8, 8)
 # A selection in place of a sort takes three kernels: columns for each element, and elements [8 of 128x1024 1.6, 1 of 64x256 1.9, 16 of
 # 1024x512 3.0, 128 of 1024x256 0.6].
 PART_WIDTH, PART_ELEMENTS = 16, 1 << 13
@@ -34,22 +34,23 @@ SEARCHED = 1 << 12
 COUNT_ELEMENTS = 1 << 14
 
 
-def is_sorted(dtype, columns: int, k: int) -> bool:
-    """Whether top_k of so many columns is better made by a sort."""
-    width = SELECT_WIDTH if dtype.itemsize >= 4 else SELECT_WIDTH_NARROW
-    return k > selection.MOST or (columns < width * k and not (k <= FEW and columns >= WIDTH_OF_FEW * k))
-
-
 def top_k(dtype, rows: int, columns: int, k: int, force=False) -> tuple[bool, str]:
     """lax.top_k."""
-    if is_sorted(dtype, columns, k):
-        if dtype.itemsize < 4 and columns < SORTED_NARROW and not force:
-            return False, f"{k} of {columns} elements are many"
+    if k > selection.MOST:  # the first of a sort [2048 of 64x8192 2.2, 32000 of 8x32000 2.9]
         return sort(jnp.dtype(f"int{8 * dtype.itemsize}"), rows, columns, 2, force=force)
     if not _chosen(selection, rows, columns, k, dtype=dtype):
         return False, f"no kernel for the {k} largest of {columns} elements of {dtype}"
-    if k == 1 and dtype.itemsize >= 4 and not force:
+    if force:
+        return True, "a selection"
+    if dtype.itemsize == 1:
+        return False, f"no {dtype} was measured"
+    if k == 1 and dtype.itemsize >= 4:
         return False, "XLA reduces for the largest one"
+    narrow = dtype.itemsize == 2
+    (few, width), least = (FEW_16, WIDTH_16) if narrow else (FEW, WIDTH)
+    halved = not narrow and columns >= max(HALVED, 2 * k)
+    if columns < (width if k <= few else least) * k and not halved:
+        return False, f"{k} of {columns} elements are many"
     return True, "a selection"
 
 
@@ -57,7 +58,8 @@ def part(dtype, rows: int, columns: int, count: int, force=False) -> tuple[bool,
     """A sort of which only `count` elements at one end of each row are used."""
     if count > selection.MOST or not _chosen(selection, rows, columns, count, dtype=dtype):
         return False, f"no kernel for {count} of {columns} elements of {dtype}"
-    taken = force or (columns >= PART_WIDTH * count and rows * columns >= PART_ELEMENTS)
+    enough = columns >= PART_WIDTH * count and rows * columns >= PART_ELEMENTS
+    taken = force or (enough and dtype.itemsize > 1)
     return taken, f"a selection in place of a sort: {count} of {columns} elements are used"
 
 
@@ -68,8 +70,8 @@ def sort(dtype, rows: int, columns: int, operands: int, gathered: int = 0, force
         return False, f"no kernel for rows of {columns} keys of {dtype}"
     if force:
         return True, "by our kernels"
-    if operands > 3:
-        return False, f"no sort of {operands} arrays was measured"
+    if operands > 3 or dtype.itemsize == 1:
+        return False, f"no sort of {operands} arrays by {dtype} was measured"
     elements, wide = rows * columns, dtype.itemsize == 8
     if algorithm == "tiles":
         if rows < FEW_ROWS and not _wins_in_tiles(dtype, elements, operands, gathered):

@@ -127,7 +127,7 @@ def _replaced(module, decide, force, e, around):
     if name == "top_k" and switch.wanted(TOP_K):
         axis = e.params.get("axis", -1) % e.invars[0].aval.ndim
         if decide(TOP_K, e, *gate.top_k(*_rows(e, axis), e.params["k"], force)):
-            call = _selected(e, axis), e.invars, e.outvars
+            call = Selected(e.params["k"], axis), e.invars, e.outvars
     elif name == "approx_top_k" and switch.wanted(TOP_K) and (exact := _exact(e)) is not None:
         answer = gate.top_k if e.params["is_max_k"] else gate.part
         if decide(TOP_K, e, *answer(*_rows(e, exact.axis), e.params["k"], force)):
@@ -168,18 +168,13 @@ def _rows(e, axis=None) -> tuple:
     return x.dtype, math.prod(n for d, n in enumerate(x.shape) if d != axis), x.shape[axis]
 
 
-def _selected(e, axis) -> Selected:
-    x, k = e.invars[0].aval, e.params["k"]
-    return Selected(k, axis, gate.is_sorted(x.dtype, x.shape[axis], k))
-
-
 def _exact(e):
     """The selection for lax.approx_max_k or approx_min_k, which are exact on GPUs; None where they return more than k."""
     axis = e.params["reduction_dimension"] % e.invars[0].aval.ndim
     if e.outvars[0].aval.shape[axis] != e.params["k"]:
         return None
     if e.params["is_max_k"]:
-        return _selected(e, axis)
+        return Selected(e.params["k"], axis)
     return Sorted(axis, (Result(VALUES), Result(INDICES, dtype=e.outvars[1].aval.dtype)), count=e.params["k"])
 
 
