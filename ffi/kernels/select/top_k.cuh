@@ -191,11 +191,6 @@ template <class V> __device__ __forceinline__ V SortedInWarp(V own) {
   return own;
 }
 
-// Of four parts of a thread's elements.
-struct LargestKeys {
-  uint32_t of[4];
-};
-
 // A tile of elements that a thread holds part of: kPacks loads of kVector elements, from column `first` on, each kStep after the last.
 template <class Read, Order kOrder, int kVector, int kPacks> struct Tile {
   using Source = typename Read::Source;
@@ -233,13 +228,13 @@ template <class Read, Order kOrder, int kVector, int kPacks> struct Tile {
     }
     return found;
   }
-  // The largest key of each fourth of the elements, 0 if none exists.
-  __device__ __forceinline__ LargestKeys Largest(uint32_t end) const {
-    LargestKeys largest = {};
+  // The largest key of the elements, 0 if none exists.
+  __device__ __forceinline__ uint32_t LargestKey(uint32_t end) const {
+    uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kPacks * kVector; ++i) {
       const uint32_t key = KeyOf(Element(packs[i / kVector], i % kVector));
-      if (first + i / kVector * kStep < end) largest.of[i % 4] = max(largest.of[i % 4], key);
+      if (first + i / kVector * kStep < end) largest = max(largest, key);
     }
     return largest;
   }
@@ -263,19 +258,12 @@ template <class Read, Order kOrder, int kVector, int kPacks> struct Tile {
   }
 };
 
-// A bound that at least k elements of the first tile exceed, where each thread has its largest keys; all threads call it.
-__device__ __forceinline__ uint64_t FirstBound(TopKShared& s, const LargestKeys& largest, uint32_t k) {
-  constexpr uint32_t kWarps = kTopKThreads / 32, kSingle = 128;
-  auto kth = [&](uint32_t key, uint32_t n) { return __shfl_sync(~0u, SortedInWarp(key), n - 1); };
-  const uint32_t (&of)[4] = largest.of;
-  uint32_t key;  // so many elements of the warp reach it that k elements of the block do
-  if (k <= kSingle) {
-    key = kth(max(max(of[0], of[1]), max(of[2], of[3])), (k + kWarps - 1) / kWarps);
-  } else {
-    const uint32_t n = (k + 4 * kWarps - 1) / (4 * kWarps);
-    if (n > 32) return 0;
-    key = min(min(kth(of[0], n), kth(of[1], n)), min(kth(of[2], n), kth(of[3], n)));
-  }
+// A bound that at least k elements of the first tile exceed, where each thread has its largest key; all threads call it.
+__device__ __forceinline__ uint64_t FirstBound(TopKShared& s, uint32_t largest, uint32_t k) {
+  constexpr uint32_t kWarps = kTopKThreads / 32;
+  const uint32_t of_warp = (k + kWarps - 1) / kWarps;  // each warp has so many elements above the bound
+  if (of_warp > 32) return 0;
+  const uint32_t key = __shfl_sync(~0u, SortedInWarp(largest), of_warp - 1);
   if (threadIdx.x % 32 == 0) s.warp_sums[threadIdx.x / 32] = key;
   __syncthreads();
   uint32_t bound = s.warp_sums[0];
@@ -330,7 +318,7 @@ template <class Read, Order kOrder, int kVector, int kPacks> __global__ void __l
   Held tile;
   tile.Load(x, begin, end);
   if (threadIdx.x == 0) s.count = 0;
-  uint64_t bound = FirstBound(s, tile.Largest(end), a.k);
+  uint64_t bound = FirstBound(s, tile.LargestKey(end), a.k);
   __syncthreads();
   for (uint32_t n = 0; n < 1u << a.tile_bits;) {
     const uint32_t first = tile.first;
@@ -375,9 +363,9 @@ template <class Bits, Order kOrder, int kVector, int kPacks> __global__ void __l
       }
     }
     if (tile == 0) {
-      LargestKeys largest = {};
+      uint32_t largest = 0;
 #pragma unroll
-      for (int i = 0; i < kVector * kPacks; ++i) largest.of[i % 4] = max(largest.of[i % 4], KeyOf(own[i]));
+      for (int i = 0; i < kVector * kPacks; ++i) largest = max(largest, KeyOf(own[i]));
       bound = FirstBound(s, largest, a.k);
     }
 #pragma unroll
