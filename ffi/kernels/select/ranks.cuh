@@ -27,9 +27,18 @@ struct RankArgs {
   uint32_t width, count;
   uint32_t parts, part;  // a row has so many parts of `part` elements; the last one may be shorter
   uint32_t shift, bits;  // of the digit: its lowest bit, and how many it has
-  uint32_t largest;      // of SortKey
+  uint32_t largest;      // of RankKey
   bool first, last;      // whether this is the first digit, and the last one
 };
+
+// The unsigned number of a float in the order of a sort; FromKey inverts it. -0 equals 0, and NaN, whose magnitude is greater than
+// `largest`, is the greatest number.
+template <class Bits> __device__ __forceinline__ Bits RankKey(Bits bits, uint32_t largest) {
+  constexpr uint32_t kSign = 1u << (8 * sizeof(Bits) - 1);
+  const uint32_t magnitude = bits & (kSign - 1);
+  if (magnitude > largest) return static_cast<Bits>(~0u);
+  return static_cast<Bits>(ToKey<Bits, Order::kFloat>(magnitude ? bits : 0));
+}
 
 // The first rank with the leading bits of rank r: its counts are those of r, too.
 __device__ __forceinline__ uint32_t OwnerOf(const RankArgs& a, uint32_t row, uint32_t r) {
@@ -69,8 +78,7 @@ template <class Bits, int kVector, int kPacks> __global__ void __launch_bounds__
     }
 #pragma unroll
     for (int i = 0; i < kVector * kPacks; ++i) {
-      const Bits key =
-          static_cast<Bits>(SortKey<Bits, Order::kFloat>(Element(packs[i / kVector], i % kVector), a.largest));
+      const Bits key = RankKey<Bits>(Element(packs[i / kVector], i % kVector), a.largest);
       const uint32_t leads = a.first ? 0 : key >> a.shift >> a.bits;
       if (first + i / kVector * kStep >= end) continue;
 #pragma unroll
