@@ -63,6 +63,11 @@ PROGRAMS = {
     "argsort": (lambda x: (jnp.argsort(x), jnp.argsort(x, 0, descending=True)), (X,), "sort sort"),
     "sort of integers": (lambda x, y: (jnp.sort(x), jnp.argsort(y)), (BYTES, WORDS), "sort sort"),
     "pairs": (lambda x, y: lax.sort([x, y, x + y], num_keys=1), (X, FINITE), "sort"),
+    "an index that is the same": (
+        lambda x: lax.sort([x, jnp.broadcast_to(lax.iota(jnp.int32, 1), x.shape)], num_keys=1),
+        (X,),
+        "sort",
+    ),
     "two keys": (lambda x, y: lax.sort([x, y], num_keys=2), (X, FINITE), ""),
     "first": (
         lambda x, y: (jnp.sort(x)[:, :5], jnp.sort(y, 0)[:2], jnp.argsort(x)[:, :3]),
@@ -83,6 +88,7 @@ PROGRAMS = {
         "part part",
     ),
     "known index": (lambda x: lax.dynamic_index_in_dim(jnp.sort(x), 35, 1), (X,), "part"),
+    "bytes": (lambda x: lax.bitcast_convert_type(jnp.sort(x), jnp.uint8)[:, :3], (X,), "sort"),
     "pairs of few": (lambda x, y: [a[:, :3] for a in lax.sort([x, y], num_keys=1)], (X, FINITE), "part"),
     "median": (lambda x: (jnp.median(x, -1), jnp.percentile(x, 90, axis=1)), (POSITIVE,), "part part"),
     "quantile that is traced": (lambda x, q: jnp.quantile(x, q, axis=1), (X, jnp.float32(0.2)), "sort"),
@@ -125,6 +131,11 @@ PROGRAMS = {
     ),
     "small indices": (lambda i: jnp.zeros(99, jnp.int32).at[i].add(1), (IDS.astype(jnp.int8),), "bincount"),
     "histogram": (lambda x: jnp.histogram(x, 7), (FINITE,), "bincount searchsorted"),
+    "other numbers": (
+        lambda i: [jnp.zeros(11).at[i].add(n) for n in (jnp.nan, jnp.inf, 0.5, 2.0, True)],
+        (IDS,),
+        "bincount",
+    ),
     "rows of ones": (lambda i: jnp.zeros((11, 3)).at[i].add(1), (IDS,), ""),
     "sums": (lambda i, x: (jnp.ones(11).at[i].add(1), jnp.zeros(11).at[i].add(x[:, 0, None])), (IDS, FINITE), ""),
 }

@@ -4,6 +4,7 @@ counted = of(equation, made)
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxkern._accelerate import layout as layouts
@@ -42,4 +43,7 @@ def _number(v, made):
         if e is None or e.primitive.name not in _SAME:
             return None
         v = e.invars[0]
-    return v.val if v.aval.shape == () and v.val == int(v.val) else None
+    value = np.asarray(v.val)
+    if value.shape or value.dtype.kind not in "iuf" or not np.isfinite(value) or value != np.rint(value):
+        return None
+    return int(value)

@@ -147,7 +147,8 @@ class Program:
         """ "same" or "flipped" if an equation makes each element from one of its operand, in this order along the axis; or ""."""
         if e.primitive.name == "rev":
             return "flipped" if axis in e.params["dimensions"] else "same"
-        return "same" if e.primitive.name in (*ELEMENTWISE, "copy", "copy_p") and len(e.invars) == 1 else ""
+        single = e.primitive.name in (*ELEMENTWISE, "copy", "copy_p") and len(e.invars) == 1
+        return "same" if single and e.invars[0].aval.shape == e.outvars[0].aval.shape else ""
 
     def _read(self, e, v, axis):
         """The span of elements along the axis that a slice or a gather reads; None for other equations."""

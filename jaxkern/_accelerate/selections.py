@@ -216,7 +216,7 @@ def _of_index(x, axis, made) -> int:
             flipped ^= axis in e.params["dimensions"]
         elif name == "broadcast_in_dim" and is_variable(e.invars[0]):
             dims, (x,) = e.params["broadcast_dimensions"], e.invars
-            if axis not in dims:
+            if axis not in dims or x.aval.shape[dims.index(axis)] != e.outvars[0].aval.shape[axis]:
                 return VALUES
             axis = dims.index(axis)
             continue
