@@ -153,6 +153,6 @@ def range_of(points: Iterable[Point]) -> str:
 
 
 def ended(r: Cell) -> str:
-    """XLA: no end in 230 s."""
+    """What is said of XLA, beside an arrow in its colour: no end in 230 s."""
     seconds = re.search(r"did not end in (\d+) s", r["times"].get("xla", {}).get("error", ""))
-    return f"XLA did not end in {seconds[1]} s" if seconds else "XLA failed"
+    return f"no end in {seconds[1]} s" if seconds else "XLA failed"

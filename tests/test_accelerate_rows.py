@@ -223,6 +223,38 @@ def test_regions_that_depend_on_each_other_by_way_of_others():
 
 
 @needs_kernels
+def test_rows_along_two_axes():
+    """Half steps of Sinkhorn's algorithm reduce arithmetic on a product along either axis: each region reads the product alone."""
+
+    def f(x, y, a, b):
+        scaled = lambda a, b: (a[:, None] + b - x @ y.T) / 0.1
+        b = b - jax.nn.logsumexp(scaled(a, b), 0)
+        return a - jax.nn.logsumexp(scaled(a, b), 1), b
+
+    args = spec(8192, 64), spec(8192, 64), spec(8192), spec(8192)
+    with jaxkern.accelerate(only=("rows", "logsumexp")):
+        found = regions(f, *args, platform="cuda")
+    assert [d.taken for d in found] == [True, True], found
+    assert [d.bytes for d in found] == [pytest.approx(8192 * 8192 * 4, rel=0.01)] * 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("fused", [False, True])
+def test_operands_of_called_functions(fused):
+    """What XLA would compute inside of a function that is called is stored for a kernel in it, and counts twice."""
+
+    @jax.jit
+    def called(x):
+        for _ in range(70):  # it is not inlined
+            x = x * 1.5
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)), x
+
+    with jaxkern.accelerate(only="rows"):
+        (found,) = regions(lambda x: called(jnp.sin(x) if fused else x), spec(8192, 1024), platform="cuda")
+    assert found.bytes == pytest.approx((5 if fused else 3) * 8192 * 1024 * 4, rel=0.01)
+
+
+@needs_kernels
 def test_what_is_compared_is_not_computed_again():
     """Another rounding of x might have no element that reaches the least of its largest ones."""
 

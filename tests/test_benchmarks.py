@@ -240,13 +240,18 @@ def test_errors_in_results_are_within_the_promise():
     assert goals and min(goals)[0] >= 1 / _goals.ERROR, min(goals)
 
 
-def test_sinkhorn_stays_with_xla():
-    """Its rows are arithmetic on potentials and on a product, which XLA computes where it reduces them."""
+def test_rows_of_sinkhorn():
+    """Its rows are arithmetic on potentials and on a product: they stay with XLA, or a region of both reads the product alone."""
     pytest.importorskip("ott")
     (program,) = (p for p in programs.programs() if p.name == "sinkhorn, ott-jax")
     training = program.make(program.dtype, False)
     found = jaxkern.explain(training.step)(*training.specs())
     assert found and not found.taken, found
+    with jaxkern.accelerate(only=(*switch.DEFAULT, "rows")):
+        found = jaxkern.explain(training.step)(*training.specs())
+    assert {d.operation for d in found.taken} == {"rows"}, found
+    of_loop = [d for d in found.taken if d.bytes < 1.1 * 8192 * 8192 * 4]
+    assert len(of_loop) == 2, found  # along each axis
 
 
 def test_sets_of_operations(tmp_path):

@@ -68,10 +68,10 @@ def test_a_figure_can_be_read(name, figures):
 def test_what_did_not_end_is_shown(files, figures):
     rows = [r for data in files for r in data["results"] if data["operation"] == "programs"]
     ends = [re.search(r"did not end in (\d+) s", r["times"]["xla"].get("error", "")) for r in rows]
-    wanted = sorted(f"XLA did not end in {end[1]} s" for end in ends if end)
+    wanted = sorted(f"no end in {end[1]} s" for end in ends if end)
     texts = [box.text for box in _svg.lay_out(figures["programs"], "dark").texts]
-    assert wanted and sorted(text for text in texts if "did not end" in text) == wanted
-    assert any("did not end" in box.text for box in _svg.lay_out(figures["speed"], "light").texts)
+    assert wanted and sorted(text for text in texts if "no end" in text) == wanted
+    assert any("no end" in box.text for box in _svg.lay_out(figures["speed"], "light").texts)
     assert any("50 s a call" in box.text for box in _svg.lay_out(figures["segment_softmax"], "light").texts)
 
 
