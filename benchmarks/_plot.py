@@ -346,6 +346,12 @@ OPERATIONS: dict[str, Callable[[Files], dict[str, Figure]]] = {
     "segment_softmax": _segment_softmax,
     "messages": _messages,
     "sparse": _simple("sparse", "Bags, experts, attention and products on graphs", _words.operation, by_dtype=True),
+    "select": _simple(
+        "select",
+        "Selection",
+        lambda r: _words.case("select", r),
+        panel=lambda r: _words.operation(r) + (", bfloat16" if r["dtype"] == "bfloat16" else ""),
+    ),
     "scan": _scan,
     "while_loop": _while_loop,
     "associative_scan": _simple(

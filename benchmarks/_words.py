@@ -56,6 +56,7 @@ OPERATIONS = {
     "cheap": "four cheap operations",
     "documents": "within documents",
     "dropout": "dropout",
+    "route": "moe_route",
     "edge_dot": "edge_dot",
     "entropy": "entropy of a softmax",
     "filtered": "hidden Markov, normalised",
@@ -311,6 +312,23 @@ def _sparse(row: dict[str, Any]) -> str:
     return f"{graph(row['shape'][0], n)}, {row['shape'][1]} features"
 
 
+def _selected(row: dict[str, Any]) -> str:
+    """Of what: the k largest, or an operation of rows or numbers."""
+    kind, numbers = row["op"], row["case"].split()[2:]
+    number = int(numbers[0]) if numbers and numbers[0].isdigit() else 0
+    rows, width = (1, *row["shape"])[-2:]
+    many = f"{count(rows)} rows of {count(width)}" if rows > 1 else f"{count(width)} numbers"
+    if kind == "top_k":
+        return f"{count(number)} of {many}{', ascending' if row['kind'] == 'ascending' else ''}"
+    if kind == "bincount":
+        return f"{many} into {count(number)} bins{', all into one' if row['kind'] == 'one' else ''}"
+    if kind == "searchsorted":
+        return f"{count(width)} in {count(number)} numbers"
+    if kind == "route":
+        return f"{count(rows)} tokens, {width} experts, {number} each"
+    return f"{count(rows)} rows of {count(width)} logits, {number} kept" if kind == "sample" else many
+
+
 _CASES = {
     "norm": _norm,
     "fused_softmax": _attention,
@@ -324,6 +342,7 @@ _CASES = {
     "segment_softmax": _segments,
     "index_add": _indices,
     "sparse": _sparse,
+    "select": _selected,
     "programs": lambda row: program(row["case"]),
     "sharding": lambda row: f"{SPLITS.get(row['of'], row['of'])}, {row['devices']} device{'s' * (row['devices'] > 1)}",
 }
