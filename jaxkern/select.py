@@ -407,8 +407,8 @@ def moe_route(logits: ArrayLike, k: int, capacity: int | None = None, *, renorma
 
     Derivatives: forward and reverse mode, of any order, of `weights` by `logits`.
 
-    Cost: the logits are read once, in two launches of kernels, for types of 32 bits and fewer, `k` to 16 and 512 experts. Otherwise, and
-    under `vmap`, `top_k` selects the experts, and those of all tokens, 4 bytes each, are sorted for the slots.
+    Cost: the logits are read once, in two launches of kernels, for types of 32 bits and fewer, `k` to 16 and 512 experts.
+    Otherwise, and under `vmap`, `top_k` selects the experts, and those of all tokens, 4 bytes each, are sorted for the slots.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3], [0.5, 0.25, 0.25], [0.2, 0.6, 0.2]]))

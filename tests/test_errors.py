@@ -195,7 +195,7 @@ ARGUMENTS = {
     "positive": "eps epsilon soft_cap label_smoothing dropout_rate",
     "dtype": "dtype logits_dtype",
     "choice": "mode reduction precision platform side method",
-    "function": "f fn score epilogue cond_fun body_fun",
+    "function": "f fn function score epilogue cond_fun body_fun",
     "args": "score_args epilogue_args",
     "tree": "senders receivers edges",
     "leaves": "init xs elems init_val",
