@@ -28,7 +28,7 @@ template <class Bits, Order kOrder> __device__ __forceinline__ Bits FromKey(Key<
 }
 
 // The unsigned number of an element in the order of a sort: -0 equals 0, and NaN, whose magnitude is greater than `largest`, is the
-// greatest number.
+// greatest number. FromKey does not invert it.
 template <class Bits, Order kOrder> __device__ __forceinline__ Key<Bits> SortKey(Bits bits, Key<Bits> largest) {
   if constexpr (kOrder == Order::kFloat && sizeof(Bits) == 4) {
     // A sum with 0 has the bits that are wanted: -0 + 0 is 0, and every NaN becomes the one with all bits set but its sign.

@@ -23,7 +23,7 @@ BLOCKS = ((128, 4), (128, 8), (256, 8), (256, 16), (512, 8), (512, 16))
 SMALL, LARGE, LARGE_8, ROWS = (512, 4), (512, 16), (512, 8), (256, 16)
 MANY = 1 << 20  # keys
 # With indices, tiles of 4096 keys cost more for each key, but more of them are full [10000 rows of 10000 3611 in place of 4593]. They are
-# faster for keys of 2 bytes [2^26 bfloat16 1207 in place of 1649].
+# faster for keys of 2 bytes [2^26 bfloat16 1207 in place of 1649, whose registers were spilled].
 LESS, LESS_COST = (512, 8), 1.1
 COUNTING = 4  # blocks of SortCount on a multiprocessor
 
