@@ -67,6 +67,10 @@ def scan(
         ValueError: length is negative, or checkpoint_every is below 1 or given for a number of steps that is symbolic.
             Sizes of xs differ, as for `jax.lax.scan`.
 
+    Warns:
+        UserWarning: a body has more arrays, dimensions or statements than a kernel takes, which is known when the loop is
+            lowered for a GPU. XLA runs it.
+
     Derivatives: JAX's, in forward and reverse mode, of any order, and kernels too. The gradient stores the carry of each
     step, and computes the rest of a step again, as with `jax.checkpoint`. Gradients of operands that broadcast over lanes
     are added up in each lane, and summed over lanes once, after the loop.

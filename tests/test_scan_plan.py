@@ -9,6 +9,7 @@ import pytest
 import scan_reference
 from scan_functions import FUNCTIONS
 
+import jaxkern
 from jaxkern._core import algorithms, compat, device, registry
 from jaxkern._engines.loops import ahead, plan, tuning
 from jaxkern._engines.loops.generate import Core
@@ -350,3 +351,13 @@ def test_few_steps_fill_no_round(length):
     ahead, rest = map(int, made.launches[0].name.split(", ")[2:4])
     assert length % ahead == rest <= min(2, length - 1)
     assert ahead >= min(length, 24)
+
+
+@pytest.mark.skipif(registry.kernels.module is None, reason="no runtime")
+def test_a_loop_beyond_the_limits_of_a_kernel_warns():
+    """It is a loop of one kernel as far as its body goes, so that XLA runs it, and not in silence."""
+    given = [jnp.ones(5)] * 70
+    f = jax.jit(lambda given: jaxkern.scan(lambda c, _: ([x * 0.5 for x in c], None), given, length=9)[0])
+    with pytest.warns(UserWarning, match="many arrays, dimensions or statements has no kernel: XLA runs the loop"):
+        text = f.trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert "jaxkern_scan" not in text

@@ -44,6 +44,10 @@ def mark(tree):
     return jax.tree.map(lambda x: x if is_key(x) else loop_p.bind(x), tree)
 
 
+class TooLarge(Unsupported):
+    """A body that is one of a kernel, but beyond a kernel's limits."""
+
+
 class Loop(typing.NamedTuple):
     """A scan as kernels: what the body does, what they read and write, and their plan.
 
@@ -77,10 +81,13 @@ def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
             return _in_teams(operands, *body, length, reverse, label)
     try:
         return _in_lanes(operands, *body, length, reverse, label)
-    except Unsupported:
-        with contextlib.suppress(Unsupported):
+    except Unsupported as of_lanes:
+        try:
             return _in_teams(operands, *body, length, reverse, label)
-        raise
+        except TooLarge:
+            raise
+        except Unsupported:
+            raise of_lanes from None
 
 
 def _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label) -> Loop:
@@ -94,7 +101,7 @@ def _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
     algorithms.pick(OPERATION, algorithms.forced(OPERATION), problem)
     launches = plan_rows.plan(device.this_device(), core, length, reverse)
     if launches is None:
-        raise Unsupported(f"{label}: a body of that many arrays, statements or elements of matrices has no kernel")
+        raise TooLarge(f"{label}: a body of that many arrays, statements or elements of matrices has no kernel")
     return Loop(program, core, launches, length, sources)
 
 
@@ -118,7 +125,7 @@ def _in_lanes(operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
             return loop
     loop = _planned(program, length, reverse, *_transposed(program, operands))
     if loop is None:
-        raise Unsupported(f"{label}: a body of that many arrays, dimensions or statements has no kernel")
+        raise TooLarge(f"{label}: a body of that many arrays, dimensions or statements has no kernel")
     return loop
 
 
@@ -263,8 +270,12 @@ def _register():
                 if compat.may_partition_itself(ctx):
                     found = scan_sharding.lower(ctx, operands, params, mark, LABEL)
                 elif platform == "cuda" and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
-                    with contextlib.suppress(Unsupported):
+                    try:
                         found = emit(ctx, operands, of_scan(ctx, operands, params, LABEL))
+                    except TooLarge as error:
+                        compat.warn_once(f"{error}: XLA runs the loop")
+                    except Unsupported:
+                        pass
         return otherwise(ctx, *operands, **params) if found is None else found
 
     def reads_transposed(module, equation, operands):
