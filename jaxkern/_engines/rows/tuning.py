@@ -17,8 +17,9 @@ BLOCK_WORDS = 64  # of rows in a thread of a block; beyond, a cluster holds the 
 # 256 threads, 213 in one; float32 304 in 4, 350 in one of 512].
 NARROW_WORDS = 16
 # (most words of rows in a thread, blocks, threads of a block) of clusters; the first that holds a row
-# [norm, float32 2048 x 65536: 260 us with 32 words in 8 blocks, 342 with 64 in 4, 281 with 16 in 16].
-CLUSTERS = (*((32, blocks, 256) for blocks in (2, 4, 8, 16)), (64, 16, 256), (64, 16, 512))
+# [norm, float32 2048 x 65536: 260 us with 32 words in 8 blocks, 342 with 64 in 4, 281 with 16 in 16; H100; 1024 x 131072: 358 us in 8
+# blocks of 512 threads, 404 in 16 of 256].
+CLUSTERS = (*((32, blocks, 256) for blocks in (2, 4, 8)), (32, 8, 512), (32, 16, 256), (64, 16, 256), (64, 16, 512))
 # (most words of rows, most words of kept values, blocks, threads) for functions that keep dear values; smaller blocks wait for each other
 # less [soft cap, bfloat16 8192 x 16384: 154 us with 4 blocks of 128 threads, 166 with 2 of 256, 236 with one of 1024; softmax, bfloat16
 # 2048 x 65536: 134 us with 64 words in 8 blocks, 153 with 32 in 16; H100; entropy, gradient, bfloat16 1024 x 65536: 138 us with 64
