@@ -11,6 +11,7 @@ the program is lowered, as in `jnp.median`. These read the selected elements ins
 import typing
 
 import numpy as np
+from jax import lax
 
 from jaxkern._accelerate.calls import Gathered, Sliced, call_p
 from jaxkern._accelerate.regions import is_variable, variables
@@ -189,6 +190,10 @@ class Program:
             return None
         name = e.primitive.name
         if name not in (*_KNOWN, "convert_element_type", "broadcast_in_dim"):
+            return None
+        if name == "round" and e.params["rounding_method"] != lax.RoundingMethod.TO_NEAREST_EVEN:
+            return None
+        if name == "select_n" and len(e.invars) > 3:  # by a number
             return None
         operands = [self.known(o) for o in e.invars]
         if any(o is None for o in operands):
