@@ -145,6 +145,19 @@ PROGRAMS = {
         (IDS,),
         "bincount",
     ),
+    "numbers that types change": (
+        lambda i: [
+            jnp.zeros(11, t).at[i].add(jnp.full(i.shape, n).astype(by).astype(t))
+            for n, by, t in (
+                (2, "bool", "int32"),
+                (257, "uint8", "int32"),
+                (-1, "uint32", "uint32"),
+                (1e30, "int32", "int32"),
+            )
+        ],
+        (IDS,),
+        "",
+    ),
     "rows of ones": (lambda i: jnp.zeros((11, 3)).at[i].add(1), (IDS,), ""),
     "sums": (lambda i, x: (jnp.ones(11).at[i].add(1), jnp.zeros(11).at[i].add(x[:, 0, None])), (IDS, FINITE), ""),
 }

@@ -37,13 +37,16 @@ def of(e, made) -> Counted | None:
 
 
 def _number(v, made):
-    """The integer that all elements of an array are, or None."""
+    """The integer that all elements of an array are, or None; also where a type that they pass through does not hold it."""
+    types = set()
     while is_variable(v):
         e = made.get(v)
         if e is None or e.primitive.name not in _SAME:
             return None
+        types.add(v.aval.dtype)
         v = e.invars[0]
     value = np.asarray(v.val)
     if value.shape or value.dtype.kind not in "iuf" or not np.isfinite(value) or value != np.rint(value):
         return None
-    return int(value)
+    with np.errstate(invalid="ignore"):
+        return int(value) if all(value.astype(t) == value for t in types) else None
