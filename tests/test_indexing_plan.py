@@ -418,3 +418,9 @@ def test_a_copy_comes_first_where_no_kernel_copies_rows():
         steps, _ = plan.launches(algorithm, p, buffers_of(p)._replace(x=launch.operand(2)))
         assert (steps[0].header == "indexing/copy.cuh") == (size[4] == 7 or algorithm == "small")
         assert all(step.header != "indexing/copy.cuh" for step in steps[1:])
+    # Of several runs, the first with a part of the rows copies it, and the next ones add to what that one has written.
+    for size, copy in (((1, 1, 7, 2**30 + 9, 64), [True, False]), ((1, 1, 2**31 + 5, 3000, 64), [True, True])):
+        p = problem(size)
+        steps, _ = plan.launches("sort", p, buffers_of(p)._replace(x=launch.operand(2)))
+        runs = [step.args[0] for step in steps if step.name.startswith("ReduceChunks")]
+        assert [launch.operand(2) in [b._replace(offset=0) for b in buffers(run)] for run in runs] == copy

@@ -8,7 +8,7 @@
     index_select_p   (x, index, keys, order)                  row index[k] of x, or the fill value
 
 x has the shape (*batch, *outer, rows, *inner), source (*batch, *outer, count, *inner) and index (*batch, count): all of
-`outer` and `inner` share the indices. The batch dimensions of source may be 1 if all of the batch shares it. Operands lookahead
+`outer` and `inner` share the indices. The batch dimensions of source may be 1 if all of the batch shares it. Operands reach
 the kernels without a reshape or transpose. index_select_p and segment_sum_p are each other's transposes.
 
 alpha, keys and order are optional. keys and order are the results of `sort_indices` for the index, which then is not sorted
