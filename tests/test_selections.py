@@ -46,8 +46,12 @@ def of_flipped(x):
     return ends[:, 1:4], jnp.argsort(-x, axis=0)[-1]
 
 
-def third():
-    return lax.select_n(jnp.int32(2), *map(jnp.int32, (5, 6, 7)))
+def at_indices(x):
+    """Indices whose equations NumPy computes otherwise, or cannot."""
+    third = lax.select_n(jnp.int32(2), *map(jnp.int32, (5, 6, 7)))
+    rounded = lax.round(jnp.float32(2.5)).astype(int)
+    large = (jnp.float32(1e9) * 1e9).astype(int), (jnp.float32(100) * 2.6).astype("uint8")
+    return [lax.dynamic_index_in_dim(jnp.sort(x), at, 1) for at in (third, rounded, *large)]
 
 
 @jax.jit
@@ -92,11 +96,7 @@ PROGRAMS = {
         "part part",
     ),
     "known index": (lambda x: lax.dynamic_index_in_dim(jnp.sort(x), 35, 1), (X,), "part"),
-    "indices of other functions": (
-        lambda x: [lax.dynamic_index_in_dim(jnp.sort(x), at, 1) for at in (lax.round(2.5).astype(int), third())],
-        (X,),
-        "sort",
-    ),
+    "indices of other functions": (at_indices, (X,), "sort"),
     "bytes": (lambda x: lax.bitcast_convert_type(jnp.sort(x), jnp.uint8)[:, :3], (X,), "sort"),
     "pairs of few": (lambda x, y: [a[:, :3] for a in lax.sort([x, y], num_keys=1)], (X, FINITE), "part"),
     "median": (lambda x: (jnp.median(x, -1), jnp.percentile(x, 90, axis=1)), (POSITIVE,), "part part"),

@@ -64,6 +64,14 @@ def _sorts(jaxpr) -> bool:
     return any(e.primitive.name == "sort" or inner(e) is not None for e in jaxpr.eqns)
 
 
+def _holds(dtype, value) -> bool:
+    """Whether a type has these numbers, rounded towards 0 if they are no integers. What others become is left to XLA."""
+    if dtype.kind not in "iu":
+        return True
+    info, value = np.iinfo(dtype), value.astype(np.float64)
+    return bool(np.all((value > info.min - 1) & (value < info.max + 1)))
+
+
 class Program:
     """The equations of a jaxpr, and of the functions in it that sort or read what is sorted."""
 
@@ -202,7 +210,9 @@ class Program:
             dims, shape = e.params["broadcast_dimensions"], v.aval.shape
             within = [operands[0].shape[dims.index(d)] if d in dims else 1 for d in range(len(shape))]
             return np.broadcast_to(operands[0].reshape(within), shape)
-        return np.asarray(_KNOWN[name](*operands) if name in _KNOWN else operands[0]).astype(v.aval.dtype)
+        with np.errstate(all="ignore"):
+            value = np.asarray(_KNOWN[name](*operands) if name in _KNOWN else operands[0])
+            return value.astype(v.aval.dtype) if _holds(v.aval.dtype, value) else None
 
     # ---- selections in place of sorts
 
