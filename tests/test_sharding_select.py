@@ -1,12 +1,14 @@
 """top_k of arrays spread over several devices: as in test_sharding.py."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from accelerated import PLATFORM
 from jax.sharding import PartitionSpec as P
-from sharding import check, mesh, put, several, split_by
+from sharding import check, mesh, messages, put, several, split_by
 from test_select import rows, same, wanted
 
 import jaxkern
@@ -102,15 +104,19 @@ def test_accelerate(name, place):
     """Programs that are split over rows send no more than plain ones, and are taken."""
     (f, listed), x = PLAIN[name], rows((16, 64), "int32").astype(np.float32)
     exact, m = jax.jit(f)(x), mesh("Explicit" if place == "Explicit" else "Auto")
-    with jax.set_mesh(m), jaxkern.accelerate(only=("top_k", "sort", "bincount"), force=True):
+
+    def g(x):
+        if place != "shard_map":
+            return f(x)
+        out = P() if name == "counts" else P(("r", "c"))
+        own = f if name != "counts" else lambda x: jax.lax.psum(f(x), ("r", "c"))
+        return jax.shard_map(own, mesh=m, in_specs=P(("r", "c")), out_specs=out)(x)
+
+    with jax.set_mesh(m):
         (part,) = put(m, (x,), (P(("r", "c")),))
-        if place == "shard_map":
-            out = P() if name == "counts" else P(("r", "c"))
-            own = f if name != "counts" else lambda x: jax.lax.psum(f(x), ("r", "c"))
-            g = jax.jit(jax.shard_map(own, mesh=m, in_specs=P(("r", "c")), out_specs=out))
-        else:
-            g = jax.jit(f)
-        compiled = g.lower(part).compile()
-        assert jaxkern.explain(g, PLATFORM)(part).taken
-        same(jax.tree.leaves(compiled(part)), jax.tree.leaves(exact))
-        check(compiled.as_text(), listed)
+        plain = messages(jax.jit(lambda x: g(x)).lower(part).compile().as_text())
+        with jaxkern.accelerate(only=("top_k", "sort", "bincount"), force=True):
+            compiled = jax.jit(g).lower(part).compile()
+            assert jaxkern.explain(g, PLATFORM)(part).taken
+            same(jax.tree.leaves(compiled(part)), jax.tree.leaves(exact))
+    check(compiled.as_text(), collections.Counter(listed) + collections.Counter({k: len(v) for k, v in plain.items()}))
