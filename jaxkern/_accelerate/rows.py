@@ -40,21 +40,12 @@ MOST_INLINED = 64  # equations of a call
 NEAR = 0.5  # of the kernel's time: a region for which XLA's estimate is shorter is not timed
 
 
-class _Module(typing.NamedTuple):
-    """What functions for lowering contexts of an equation read, for a module."""
-
-    module_context: typing.Any
-    avals_in: tuple = ()
-    avals_out: tuple = ()
-    platforms: tuple = ()
-
-
 def rewrite(module, jaxpr):
     """The jaxpr that JAX lowers in place of `jaxpr`."""
     settings = switch.current()
     if not switch.wanted(ROWS) or algorithms.xla_forced() or environment.xla_only():
         return jaxpr
-    ctx, seen = _Module(module), compat_lowering.of_module(module).setdefault("inlined for rows", {})
+    ctx, seen = compat_lowering.ModuleOnly(module), compat_lowering.of_module(module).setdefault("inlined for rows", {})
     fused = compat_lowering.of_module(module).setdefault("operands that XLA may fuse with", {})
     if id(jaxpr) in seen or not (settings.force or decisions.listened() or "cuda" in compat_lowering.platforms(ctx)):
         return jaxpr

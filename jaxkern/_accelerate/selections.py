@@ -13,7 +13,6 @@ of a function in jnp, which is lowered in its place (calls.py).
 
 import functools
 import math
-import typing
 
 from jaxkern._accelerate import counts, parts, searches
 from jaxkern._accelerate import selection_gate as gate
@@ -26,15 +25,6 @@ TOP_K, SORT, SEARCH, COUNT = "top_k", "sort", "searchsorted", "bincount"
 _PRIMITIVES = frozenset(("top_k", "approx_top_k", "sort", *counts.NAMES))
 
 
-class _Module(typing.NamedTuple):
-    """What functions for lowering contexts of an equation read, for a module."""
-
-    module_context: typing.Any
-    avals_in: tuple = ()
-    avals_out: tuple = ()
-    platforms: tuple = ()
-
-
 def rewrite(module, jaxpr):
     """The jaxpr that JAX lowers in place of `jaxpr`."""
     candidates, sorts = _candidates(module, jaxpr)
@@ -43,7 +33,11 @@ def rewrite(module, jaxpr):
     settings = switch.current()
     if not switch.wanted(TOP_K, SORT, SEARCH, COUNT) or algorithms.xla_forced() or environment.xla_only():
         return jaxpr
-    if not (settings.force or decisions.listened() or "cuda" in compat_lowering.platforms(_Module(module))):
+    if not (
+        settings.force
+        or decisions.listened()
+        or "cuda" in compat_lowering.platforms(compat_lowering.ModuleOnly(module))
+    ):
         return jaxpr
     force, decide = settings.force, functools.partial(_decided, module, settings)
     program = parts.Program(jaxpr) if sorts and switch.wanted(SORT) else None
@@ -146,7 +140,7 @@ def _replaced(module, decide, force, e, around):
             call = search, e.invars, e.outvars
     elif name in counts.NAMES and switch.wanted(COUNT) and (counted := counts.of(e, around.made)) is not None:
         operand, indices = (v.aval for v in e.invars[:2])
-        several = indices.ndim > 2 and compat.partitioned_devices(_Module(module)) > 1
+        several = indices.ndim > 2 and compat.partitioned_devices(compat_lowering.ModuleOnly(module)) > 1
         answer = gate.count(indices.dtype, indices.size, operand.size, force)
         if decide(COUNT, e, *((False, "several dimensions of indices on several devices") if several else answer)):
             call = counted, e.invars[:2], e.outvars
@@ -231,7 +225,7 @@ def _of_index(x, axis, made) -> int:
 def _decided(module, settings, operation, e, taken, why, only_taken=False) -> bool:
     """Whether an equation is taken; records it. only_taken: nothing is recorded if it is not."""
     avals = [v.aval for v in e.invars]
-    ctx = _Module(module, tuple(avals), tuple(v.aval for v in e.outvars))
+    ctx = compat_lowering.ModuleOnly(module, tuple(avals), tuple(v.aval for v in e.outvars))
     if not compat_rewriting.runs_anywhere(e):
         taken, why = False, "it runs elsewhere"
     elif not settings.force and "cuda" not in (platforms := compat_lowering.platforms(ctx)):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+import typing
 
 import jax
 from jax.extend.mlir import ir
@@ -175,6 +176,15 @@ def passed(value):
 
 def for_export(ctx) -> bool:
     return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+
+
+class ModuleOnly(typing.NamedTuple):
+    """Stands for the lowering context of an equation where only its module, and perhaps its types, are known."""
+
+    module_context: typing.Any
+    avals_in: tuple = ()
+    avals_out: tuple = ()
+    platforms: tuple = ()
 
 
 def platforms(ctx) -> tuple:
