@@ -73,8 +73,8 @@ class accelerate(contextlib.ContextDecorator):
     * "rows": what a program computes with rows by `jnp.mean`, `jnp.sum`, `jnp.max`: norms, masked softmax, losses, and
       their gradients
 
-    log_softmax and rows are taken on request alone: by `only`, and rows by `tune`. LayerNorm and RMSNorm of other libraries
-    run as they are: `jaxkern.layer_norm` and `jaxkern.rms_norm` are functions to call in their place.
+    log_softmax is taken on request alone, by `only`. LayerNorm and RMSNorm of other libraries are rows; `jaxkern.layer_norm`
+    and `jaxkern.rms_norm` are functions to call in their place.
 
     If gathers of rows and elementwise arithmetic compute the updates of a scatter, as in `segment_sum(x[senders] *
     w[:, None], receivers)`, one kernel runs the whole chain, and no array of edges x features is stored.
@@ -97,8 +97,7 @@ class accelerate(contextlib.ContextDecorator):
         deterministic: takes every scatter-add of floating-point numbers that kernels can run, whatever its size, and adds
             in a fixed order. By default rows of at most 15 numbers are added in no fixed order, as XLA adds them.
         tune: the GPU times each region of rows once, as XLA runs it and as one kernel, while a program that has it is
-            compiled. These times decide in place of estimates. They are kept in the cache folder. "rows" is then among the
-            operations that are taken by default.
+            compiled. These times decide in place of estimates. They are kept in the cache folder.
 
     Selections, sorts, searches and counts have the bits of plain JAX, and equal elements its order where JAX says which
     that is (not so in `jax.lax.approx_max_k` and with `is_stable=False`). Other results differ by rounding. Sums of 16-bit
@@ -251,8 +250,7 @@ def explain(f: Callable, platform: str = "cuda", **jit_options: typing.Any) -> C
     """A function of the arguments of `f` that reports which operations of `f` would run on jaxkern; it does not run `f`.
 
     It uses the settings of the enclosing `accelerate` or `install`; without one, the settings of `accelerate()`. Gradients of
-    log_softmax, which are taken only on request, are listed as left, with the reason "on request: ...". Rows are listed if
-    `only` names them.
+    log_softmax, which are taken only on request, are listed as left, with the reason "on request: ...".
 
     Args:
         f: a callable, jitted or not: a function, a method, `equinox.filter_jit(f)`, a partial function.
@@ -322,12 +320,11 @@ def _settings(only, without, force, export, deterministic, tune, name="accelerat
         raise TypeError(
             "jaxkern.accelerate: only is a function; as a decorator: @jaxkern.accelerate(), with parentheses"
         )
-    tune = validate.flag(name, "tune", tune)
-    default = (*switch.DEFAULT, "rows") if tune else switch.DEFAULT
-    only = default if only is None else _operations(name, "only", only)
+    only = switch.DEFAULT if only is None else _operations(name, "only", only)
     without = _operations(name, "without", without)
     force, export = validate.flag(name, "force", force), validate.flag(name, "export", export)
     deterministic = validate.flag(name, "deterministic", deterministic)
+    tune = validate.flag(name, "tune", tune)
     return Settings(frozenset(only) - frozenset(without), force, export, deterministic=deterministic, tune=tune)
 
 

@@ -45,8 +45,8 @@ TAKEN = {
     "while_loop": "while loops in which each lane stops on its own: under `jax.vmap`, or with `jnp.any` over lanes as condition",
 }
 OPERATIONS = tuple(TAKEN)
-# Taken only if named: less close to the original. All others are the default. The docstring of `accelerate` names them too.
-ON_REQUEST = ("log_softmax", "rows")
+# Taken only if named: less close to the original. All others are the default. The docstring of `accelerate` names it too.
+ON_REQUEST = ("log_softmax",)
 # Of these, what `explain` lists although it is not named.
 LISTED = ("log_softmax",)
 DEFAULT = tuple(name for name in OPERATIONS if name not in ON_REQUEST)
