@@ -11,6 +11,7 @@ alone is given the statistics.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,21 +33,24 @@ EPS = 1e-6
 GROUPS = 32
 
 
-def _rms_norm(x: jax.Array, mean: Callable[..., jax.Array]) -> jax.Array:
-    return x * jax.lax.rsqrt(mean(x * x) + EPS)
+_mean = functools.partial(jnp.mean, axis=-1, keepdims=True)
 
 
-def _layer_norm(x: jax.Array, mean: Callable[..., jax.Array]) -> jax.Array:
+def _rms_norm(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(_mean(x * x) + EPS)
+
+
+def _layer_norm(x: jax.Array) -> jax.Array:
     """The layer norm as flax's layer computes it."""
-    variance = mean(x * x) - mean(x) * mean(x)
-    return (x - mean(x)) * jax.lax.rsqrt(jnp.maximum(variance, 0) + EPS)
+    variance = _mean(x * x) - _mean(x) * _mean(x)
+    return (x - _mean(x)) * jax.lax.rsqrt(jnp.maximum(variance, 0) + EPS)
 
 
-def _scale_norm(x: jax.Array, mean: Callable[..., jax.Array]) -> jax.Array:
-    return x * jax.lax.rsqrt(mean(x * x) * x.shape[-1])
+def _scale_norm(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(_mean(x * x) * x.shape[-1])
 
 
-# Without scale and bias, of x and a function that returns the mean of each row.
+# Without scale and bias, of rows along the last axis.
 NORMALISED = {"rms_norm": _rms_norm, "layer_norm": _layer_norm, "scale_norm": _scale_norm}
 ROW_OPS = tuple(NORMALISED)
 OPS = ROW_OPS + GROUP_OPS
@@ -231,7 +235,7 @@ def _plain(cell: Cell) -> Callable[..., jax.Array]:
 
     def norm(x: jax.Array, scale: jax.Array, *bias: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        y = NORMALISED[cell.op](wide, lambda a: jnp.mean(a, -1, keepdims=True)) * scale
+        y = NORMALISED[cell.op](wide) * scale
         return (y + bias[0] if bias else y).astype(x.dtype)
 
     return norm

@@ -77,7 +77,7 @@ def choose(operation: str, *sizes: int, device: Device | None = None, **problem:
         The name of an algorithm, one of `names(operation)`.
 
     Raises:
-        ValueError: no such operation, a size is not positive, or there is no kernel for a dtype.
+        ValueError: no such operation, a size is not positive, or there is no kernel for a dtype or the whole problem.
         TypeError: an argument is of the wrong type, missing or unknown.
 
     >>> from jaxkern import algorithms
@@ -85,6 +85,8 @@ def choose(operation: str, *sizes: int, device: Device | None = None, **problem:
     'warp'
     """
     family, asked, device = _asked("choose", operation, sizes, problem, device)
+    if not any(family.plan.fits(algorithm, asked, device) for algorithm in family.plan.ALGORITHMS):
+        raise ValueError(f"jaxkern.algorithms.choose: no algorithm of {operation} can run {asked}")
     return family.plan.choose(asked, device)
 
 
@@ -190,7 +192,9 @@ def _asked(function, operation, sizes, problem, device):
     missing = [k for k in kinds if k not in given and k not in family.plan.Problem._field_defaults]
     if missing:
         raise TypeError(f"{name}: {operation} needs {', '.join(missing)}")
-    checked = {k: _checked(name, k, v, kinds[k], family.plan) for k, v in given.items()}
+    defaults = family.plan.Problem._field_defaults
+    is_default = lambda k, v: k in defaults and type(v) is type(defaults[k]) and v == defaults[k]
+    checked = {k: v if is_default(k, v) else _checked(name, k, v, kinds[k], family.plan) for k, v in given.items()}
     device = this_device() if device is None else device
     if not isinstance(device, Device):
         raise TypeError(f"{name}: device must be a jaxkern.algorithms.Device or None, got {type(device).__name__}")

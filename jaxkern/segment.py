@@ -80,6 +80,7 @@ def segment_sum(
     """
     return _segment(
         "segment_sum",
+        _sum,
         data,
         segment_ids,
         num_segments,
@@ -134,6 +135,7 @@ def segment_mean(
     """
     return _segment(
         "segment_mean",
+        _mean,
         data,
         segment_ids,
         num_segments,
@@ -186,6 +188,7 @@ def segment_max(
     """
     return _segment(
         "segment_max",
+        _max,
         data,
         segment_ids,
         num_segments,
@@ -238,6 +241,7 @@ def segment_min(
     """
     return _segment(
         "segment_min",
+        _min,
         data,
         segment_ids,
         num_segments,
@@ -293,6 +297,7 @@ def segment_prod(
     """
     return _segment(
         "segment_prod",
+        _prod,
         data,
         segment_ids,
         num_segments,
@@ -364,7 +369,7 @@ def segment_softmax(
     rules = rules_of(name, 0, mode, sorted=validate.flag(name, "indices_are_sorted", indices_are_sorted), unique=False)
     if isinstance(order, Order) and order.wrap:
         raise ValueError(f"jaxkern.{name}: the order must be made with wrap=False")
-    return _with_order(name, data, segment_ids, num_segments, rules, mode, order)
+    return _with_order(name, _softmax, data, segment_ids, num_segments, rules, mode, order)
 
 
 def sort_indices(ids: ArrayLike, num_segments: int, *, mode: Mode = None, wrap: bool = False) -> Order:
@@ -425,7 +430,7 @@ def _sort_jit(ids, *, rows, wrap, clip):
     return Order(ids, keys, order, rows, wrap, clip)
 
 
-def _with_order(name, data, segment_ids, num_segments, rules, mode, order):
+def _with_order(name, compute, data, segment_ids, num_segments, rules, mode, order):
     validate.check_array(name, "data", "an array", data)
     if segment_ids is not None:
         validate.check_array(name, "segment_ids", "an array of integers", segment_ids)
@@ -434,11 +439,21 @@ def _with_order(name, data, segment_ids, num_segments, rules, mode, order):
         rows = _num_segments(name, num_segments, segment_ids)
     ids, order_operands, rules = with_order(name, "segment_ids", segment_ids, order, rules, mode, rows)
     rows = rows if order is None else order.num_segments
-    return _segment_jit(data, safe_index(ids), *order_operands, name=name, rows=rows, rules=rules)
+    return _segment_jit(data, safe_index(ids), *order_operands, name=name, compute=compute, rows=rows, rules=rules)
 
 
 def _segment(
-    name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode, out_sharding, order
+    name,
+    compute,
+    data,
+    segment_ids,
+    num_segments,
+    indices_are_sorted,
+    unique_indices,
+    bucket_size,
+    mode,
+    out_sharding,
+    order,
 ):
     rules = rules_of(
         name,
@@ -454,7 +469,7 @@ def _segment(
             f"jaxkern.{name}: out_sharding must be a NamedSharding, a PartitionSpec or None, got "
             f"{validate.shown(out_sharding)}"
         )
-    y = _with_order(name, data, segment_ids, num_segments, rules, mode, order)
+    y = _with_order(name, compute, data, segment_ids, num_segments, rules, mode, order)
     if out_sharding is None:
         return y
     try:
@@ -492,39 +507,45 @@ def _num_segments(name, num_segments, segment_ids):
     return rows
 
 
-@functools.partial(jax.jit, static_argnames=("name", "rows", "rules"), inline=True)
-def _segment_jit(data, segment_ids, *order, name, rows, rules):
-    if name in ("segment_sum", "segment_prod") and data.dtype == jnp.bool_:
-        raise TypeError(f"jaxkern.{name}: data must not be boolean, got bool{list(data.shape)}")
-    if name == "segment_softmax":
-        data = validate.floating(name, data, "data")
+@functools.partial(jax.jit, static_argnames=("name", "compute", "rows", "rules"), inline=True)
+def _segment_jit(data, segment_ids, *order, name, compute, rows, rules):
+    """compute(name, data, ids, *order, rows, rules) of data of shape (count, ...) and ids of shape (count,)."""
     ids = integers(name, "segment_ids", segment_ids)
-    tail, shape = data.shape[1:], None
-    if ids.ndim != 1 or data.shape[:1] != ids.shape:
-        try:
-            data = jnp.broadcast_to(data, (*ids.shape, *tail))
-        except ValueError:
-            raise ValueError(
-                f"jaxkern.{name}: data of shape {data.shape} does not fit segment_ids of shape {ids.shape}"
-            ) from None
-        shape = data.shape
-        data = validate.mergeable(data, ids.ndim).reshape(math.prod(ids.shape), *tail)
-        ids = validate.mergeable(ids, ids.ndim).reshape(-1)
-    if name == "segment_mean":
-        return _mean(data, (ids, *order), rows, rules)
-    if name == "segment_softmax":
-        y = bind_softmax(data, ids, *order, rows=rows, rules=rules)
-        return y if shape is None else y.reshape(shape)
-    prim = {
-        "segment_sum": primitive.segment_sum_p,
-        "segment_max": primitive.segment_max_p,
-        "segment_min": primitive.segment_min_p,
-        "segment_prod": primitive.segment_prod_p,
-    }[name]
-    return primitive.segment(prim, data, ids, *order, rows=rows, rules=rules)
+    if ids.ndim == 1 and data.shape[:1] == ids.shape:
+        return compute(name, data, ids, *order, rows=rows, rules=rules)
+    tail = data.shape[1:]
+    try:
+        data = jnp.broadcast_to(data, (*ids.shape, *tail))
+    except ValueError:
+        raise ValueError(
+            f"jaxkern.{name}: data of shape {data.shape} does not fit segment_ids of shape {ids.shape}"
+        ) from None
+    flat = validate.mergeable(data, ids.ndim).reshape(math.prod(ids.shape), *tail)
+    flat_ids = validate.mergeable(ids, ids.ndim).reshape(-1)
+    y = compute(name, flat, flat_ids, *order, rows=rows, rules=rules)
+    return y.reshape(data.shape) if compute is _softmax else y
 
 
-def _mean(data, at, rows, rules):
+def _reduced(prim, booleans=True):
+    def compute(name, data, *at, rows, rules):
+        if data.dtype == jnp.bool_ and not booleans:
+            raise TypeError(f"jaxkern.{name}: data must not be boolean, got bool{list(data.shape)}")
+        return primitive.segment(prim, data, *at, rows=rows, rules=rules)
+
+    return compute
+
+
+_sum = _reduced(primitive.segment_sum_p, booleans=False)
+_prod = _reduced(primitive.segment_prod_p, booleans=False)
+_max = _reduced(primitive.segment_max_p)
+_min = _reduced(primitive.segment_min_p)
+
+
+def _softmax(name, data, *at, rows, rules):
+    return bind_softmax(validate.floating(name, data, "data"), *at, rows=rows, rules=rules)
+
+
+def _mean(name, data, *at, rows, rules):
     dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
     total = primitive.segment_sum(data.astype(computing(dtype)), *at, rows=rows, rules=rules)
     count = primitive.segment_sum(jnp.ones(at[0].shape, jnp.int32), *at, rows=rows, rules=rules)

@@ -112,6 +112,7 @@ def test_the_choice_fits(operation):
         algorithm = algorithms.choose(operation, *sizes, device=device)
         assert algorithm in algorithms.names(operation)
         assert algorithms.fits(operation, algorithm, *sizes, device=device)
+    assert algorithms.choose("row_kernel", 90, 600, kept=0) == algorithms.choose("row_kernel", 90, 600)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +123,12 @@ def test_the_choice_fits(operation):
         (lambda: algorithms.choose("softmax", 1), TypeError, "choose: softmax needs width"),
         (lambda: algorithms.choose("softmax", 1, 1, rows=1), TypeError, "choose: softmax takes rows, width"),
         (lambda: algorithms.choose("softmax", 1, 1, log=True), TypeError, "choose: softmax takes rows, width"),
+        (
+            lambda: algorithms.choose("softmax", 8, 8, 8, dtype="float64", fused=True),
+            ValueError,
+            "choose: no algorithm of softmax can run Problem",
+        ),
+        (lambda: algorithms.choose("row_kernel", 8, 8, kept=-1), ValueError, "choose: kept must be positive"),
         (lambda: algorithms.fits("sort_indices", "radix", 1, 1, 1, 1), TypeError, "fits: sort_indices takes rows"),
     ],
 )

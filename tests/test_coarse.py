@@ -54,7 +54,10 @@ FUNCTIONS = {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    text = (runtime.kernels_folder() / "elementwise/arithmetic.h").read_text().replace('#include "../common/std.h"', "")
+    headers = [
+        (runtime.kernels_folder() / name).read_text() for name in ("common/extremes.h", "elementwise/arithmetic.h")
+    ]
+    text = re.sub(r'#include ".*"', "", "".join(headers))
 
     def call(found):
         name, out, given = found.groups()

@@ -294,6 +294,7 @@ def test_bad_arguments(name, function, uninstalled):
         own = f"{name}.{p.name}"
         given = others | BESIDE.get(own, BESIDE.get(p.name, {}))
         call = lambda value: function(**{**given, p.name: value})  # noqa: B023
+        assert own in OF or p.name in OF, f"what kind of values does {own} take? list it in ARGUMENTS or OF"
         for what, value in KINDS[OF.get(own) or OF[p.name]].items():
             if what in RIGHT.get(own, ()) or (what == "None" and p.default is None):
                 continue

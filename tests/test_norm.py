@@ -22,15 +22,16 @@ from jaxkern._ops.norm import plan
 EPS = 1e-6
 
 
-def deviations(x, mean):
-    return x - mean(x)
+def standardized(x, over):
+    x = x - over(jnp.mean, x)
+    return x * jax.lax.rsqrt(over(jnp.mean, x * x) + EPS)
 
 
-# The norms without scale and bias, of x and a function that returns the mean of each row.
+# The norms without scale and bias. over(reduction, x): a reduction of jnp of each row of x, with the normalised axes kept.
 NORMALISED = {
-    "rms_norm": lambda x, mean: x * jax.lax.rsqrt(mean(x * x) + EPS),
-    "layer_norm": lambda x, mean: deviations(x, mean) * jax.lax.rsqrt(mean(deviations(x, mean) ** 2) + EPS),
-    "scale_norm": lambda x, mean: x * jax.lax.rsqrt(mean(x * x) * (x.size // mean(x).size)),
+    "rms_norm": lambda x, over: x * jax.lax.rsqrt(over(jnp.mean, x * x) + EPS),
+    "layer_norm": standardized,
+    "scale_norm": lambda x, over: x * jax.lax.rsqrt(over(jnp.sum, x * x)),
 }
 NAMES = ("rms_norm", "layer_norm")  # with every option
 every_name = pytest.mark.parametrize("name", NAMES)
@@ -44,7 +45,8 @@ def random(shape, dtype, seed=None, scale=1.0, shift=0.5):
 
 def plain(name, x, scale=None, bias=None, axis=-1, where=None):
     """The norm in the dtype of x, as flax computes it without its fast variance."""
-    y = NORMALISED[name](x, lambda x: x.mean(axis, keepdims=True, where=where))
+    masked = {} if where is None else {"where": where}
+    y = NORMALISED[name](x, lambda reduction, x: reduction(x, axis, keepdims=True, **masked))
     shape = np.array(x.shape)
     others = [d for d in range(x.ndim) if d not in np.atleast_1d(np.arange(x.ndim)[np.array(axis)])]
     shape[others] = 1

@@ -3,6 +3,7 @@
 // as few instructions as their output allows.
 #pragma once
 
+#include "extremes.h"
 #include "pack.cuh"
 #include "std.h"
 
@@ -58,8 +59,7 @@ __device__ __forceinline__ Compute<T> ExpDifference(Compute<T> x, Compute<T> bas
   if constexpr (sizeof(T) == 8) {
     return exp(x - base);
   } else if constexpr (sizeof(T) == 4) {
-    float d;  // -inf would make the low part NaN; NaN itself passes
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(x - base), "f"(-104.0f));
+    const float d = LargerOrNan(x - base, -104.0f);  // -inf would make the low part NaN; NaN itself passes
     const float high = __fmul_rn(d, kLog2E);
     const float low = fmaf(high, -kLn2, d);
     const float power = Exp2Approx(high);

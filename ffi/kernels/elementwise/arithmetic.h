@@ -12,6 +12,7 @@
 // Function", 1969. The coefficients come from weighted least squares (Lawson, 1961).
 #pragma once
 
+#include "../common/extremes.h"
 #include "../common/std.h"
 
 #define JAXKERN_FN __device__ __forceinline__
@@ -40,8 +41,8 @@ template <class C, int n> JAXKERN_FN C Polynomial(C x, const C (&c)[n]) {
 template <class T> struct Basic {
   using C = T;
   static JAXKERN_FN C Abs(C x) { return x < 0 ? C(-x) : x; }
-  static JAXKERN_FN C Max(C a, C b) { return a > b || a != a ? a : b; }  // NaN if either is
-  static JAXKERN_FN C Min(C a, C b) { return a < b || a != a ? a : b; }
+  static JAXKERN_FN C Max(C a, C b) { return LargerOrNan(a, b); }
+  static JAXKERN_FN C Min(C a, C b) { return SmallerOrNan(a, b); }
   static JAXKERN_FN bool IsNan(C x) { return x != x; }
   static JAXKERN_FN C Fma(C a, C b, C c) { return a * b + c; }
   static JAXKERN_FN C Product(C a, C b) { return a * b; }  // rounded: never fused into a multiply-add
@@ -113,16 +114,6 @@ struct Float : Real<float> {
   static JAXKERN_FN C Quotient(C a, C b) {  // nearly correctly rounded, for finite numbers
     const C inverse = Inverse(b), q = a * inverse;
     return fmaf(inverse, fmaf(-b, q, a), q);
-  }
-  static JAXKERN_FN C Max(C a, C b) {
-    C y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
-  }
-  static JAXKERN_FN C Min(C a, C b) {
-    C y;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
   }
   static JAXKERN_FN C Floor(C x) { return floorf(x); }
   static JAXKERN_FN C Ceil(C x) { return ceilf(x); }

@@ -22,6 +22,7 @@
 // A "place" is a number in the order of keys; a "run" of keys is a maximal sequence of places with equal keys.
 #pragma once
 
+#include "common/extremes.h"
 #include "indexing/indices.cuh"
 
 namespace jaxkern {
@@ -201,13 +202,8 @@ template <Reduction kOp, class C> __device__ __forceinline__ C Combined(C a, C b
   } else if constexpr (kOp == Reduction::kProd) {
     if constexpr (kIsFloat<C>) return a * b;
     else return static_cast<C>(static_cast<std::make_unsigned_t<C>>(a) * static_cast<std::make_unsigned_t<C>>(b));
-  } else if constexpr (std::is_same_v<C, float>) {  // NaN propagates
-    float r;
-    if constexpr (kOp == Reduction::kMax) asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    else asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
   } else {
-    return a != a || (kOp == Reduction::kMax ? a > b : a < b) ? a : b;
+    return kOp == Reduction::kMax ? LargerOrNan(a, b) : SmallerOrNan(a, b);
   }
 }
 

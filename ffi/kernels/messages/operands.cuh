@@ -19,6 +19,7 @@
 #include <cuda_fp16.h>
 
 #include "../common/divider.h"
+#include "../common/extremes.h"
 #include "../common/functions.h"
 #include "../common/pack.cuh"
 #include "../common/reduce.cuh"
@@ -278,16 +279,7 @@ template <Reduce kOp, class C> __device__ __forceinline__ Total<kOp, C> AsTotal(
 // a and b combined. NaN wins over a largest and a smallest number; of equals, the one at the first position does.
 template <Reduce kOp, class C> __device__ __forceinline__ C Combine(C a, C b) {
   if constexpr (IsSum(kOp)) return a + b;
-#if defined(__CUDA_ARCH__)
-  else if constexpr (std::is_same_v<C, float>) {
-    float r;
-    if constexpr (IsMax(kOp)) asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    else asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-  }
-#endif
-  else
-    return a != a || (IsMax(kOp) ? a > b : a < b) ? a : b;
+  else return IsMax(kOp) ? LargerOrNan(a, b) : SmallerOrNan(a, b);
 }
 template <Reduce kOp, class C> __device__ __forceinline__ Placed<C> Combine(Placed<C> a, Placed<C> b) {
   const bool first = a.position < b.position, a_is_nan = a.value != a.value, b_is_nan = b.value != b.value;

@@ -1,6 +1,7 @@
 // What numbers are quantized to in 8 bits, beside Float8; the factor of a row or block, and reading and writing of a few elements.
 #pragma once
 
+#include "common/extremes.h"
 #include "common/float8.cuh"
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
@@ -57,15 +58,7 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadElements(con
 __device__ __forceinline__ uint32_t Magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
 // The larger of two magnitudes; NaN is the largest.
-__device__ __forceinline__ float LargerMagnitude(float a, float b) {
-#ifdef __CUDA_ARCH__
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
-  return larger;
-#else
-  return __uint_as_float(max(Magnitude(a), Magnitude(b)));
-#endif
-}
+__device__ __forceinline__ float LargerMagnitude(float a, float b) { return LargerOrNan(fabsf(a), fabsf(b)); }
 
 // The largest magnitude of N numbers.
 template <int N> __device__ __forceinline__ uint32_t Largest(const float (&v)[N]) {

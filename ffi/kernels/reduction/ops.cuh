@@ -21,6 +21,7 @@
 
 #include "common/broadcast.h"
 #include "common/exponential.cuh"
+#include "common/extremes.h"
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
 
@@ -81,17 +82,8 @@ template <class Op> __device__ __forceinline__ typename Op::Stat MergeLanes(type
   return all[0];
 }
 
-// The larger value; NaN if either is NaN.
 struct MaxOrNan {
-  template <class V> __device__ __forceinline__ V operator()(V a, V b) const {
-    if constexpr (std::is_same_v<V, float>) {
-      float m;
-      asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
-      return m;
-    } else {
-      return a > b || a != a ? a : b;
-    }
-  }
+  template <class V> __device__ __forceinline__ V operator()(V a, V b) const { return LargerOrNan(a, b); }
 };
 
 template <class T> __device__ __forceinline__ uint32_t MaxOrNanOfPairs(uint32_t a, uint32_t b) {

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "common/exponential.cuh"
+#include "common/extremes.h"
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
 
@@ -27,9 +28,8 @@ template <class C> __device__ __forceinline__ C Reciprocal(C x) {
 // e^(x - base) for x <= base, for float to 0.9 ulp; for sums the 2 ulp of ex2.approx are accurate enough.
 template <class T> __device__ __forceinline__ Compute<T> Power(Compute<T> x, Compute<T> base) {
   if constexpr (sizeof(T) == 4) {
-    float d;  // e^-88 becomes 0; NaN propagates
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(x - base), "f"(-88.0f));
-    constexpr float kShift = 0x1.8p23f;  // leaves the integer nearest to d / ln(2) in the low bits
+    const float d = LargerOrNan(x - base, -88.0f);  // e^-88 becomes 0; NaN propagates
+    constexpr float kShift = 0x1.8p23f;             // leaves the integer nearest to d / ln(2) in the low bits
     const float shifted = fmaf(d, kLog2E, kShift), n = shifted - kShift;
     float r = fmaf(n, -0.693145752f, d);  // ln(2) in two parts; few bits in the first
     r = fmaf(n, -1.4286068e-6f, r);
