@@ -13,13 +13,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxkern._core import compat, validate
+from jaxkern._core import validate
 from jaxkern._core.cpp import Unsupported
 from jaxkern._core.jaxprs import held
+from jaxkern._engines.loops import lowering
 from jaxkern._engines.loops.chunks import checkpointed
-from jaxkern._engines.loops.lowering import mark
-from jaxkern._engines.loops.program import Program
-from jaxkern._engines.loops.row_program import RowProgram
+from jaxkern._engines.loops.plan import TooLarge
 
 
 def scan(
@@ -62,14 +61,16 @@ def scan(
 
     Raises:
         TypeError: f is neither elementwise over lanes nor reduces along rows; the error, which is raised when the loop is
-            traced, names the operation and the line in f. An argument is of the wrong type. The carry changes its type, as for
-            `jax.lax.scan`.
+            traced, names the operation and the line in f. The loop is too large for one kernel: more than 63 arrays, 2000
+            operations, 2^31 - 1 lanes, or rows and matrices beyond 227 KB of shared memory; the error says what is too
+            large. An argument is of the wrong type. The carry changes its type, as for `jax.lax.scan`.
         ValueError: length is negative, or checkpoint_every is below 1 or given for a number of steps that is symbolic.
             Sizes of xs differ, as for `jax.lax.scan`.
 
     Warns:
-        UserWarning: a body has more arrays, dimensions or statements than a kernel takes, which is known when the loop is
-            lowered for a GPU. XLA runs it.
+        UserWarning: XLA runs a derivative or a batch of the loop that is too large for a kernel, or a loop with rows for which
+            it is estimated to be faster, or for which the GPU has too little shared memory. This is known when the loop is
+            lowered for a GPU; errors are raised while it is traced, and are the same on every machine.
 
     Derivatives: JAX's, in forward and reverse mode, of any order, and kernels too. The gradient stores the carry of each
     step, and computes the rest of a step again, as with `jax.checkpoint`. Gradients of operands that broadcast over lanes
@@ -79,8 +80,7 @@ def scan(
     element of ys once: the call moves the bytes of xs and ys, and the gradient these, their cotangents and the carries. If
     the body reduces along rows, a team of threads runs the loop of a row. If there are few lanes and the body is affine in
     the carry, blocks share the steps of a lane (see "Few lanes" in docs/loops.md). Several devices run the loops of their
-    own lanes, or their own steps of an affine body. XLA runs the loop where there is no kernel: on a CPU, for derivatives
-    that are not elementwise, and for rows if matrices do not fit into shared memory or a step is as long as XLA's.
+    own lanes, or their own steps of an affine body. XLA runs the loop on a CPU, and where a warning says so.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> def step(h, x):
@@ -109,12 +109,20 @@ def scan(
         if checkpoint_every < 1:
             raise ValueError(f"jaxkern.scan: checkpoint_every must be at least 1, got {checkpoint_every}")
 
+    carry, ys = loop(f, init, xs, length, reverse, unroll, checkpoint_every)
+    sizes = [jnp.shape(x)[0] for x in jax.tree.leaves(xs)]
+    _check(f, carry, xs, sizes[0] if sizes else length)
+    return carry, ys
+
+
+def loop(f, init, xs, length=None, reverse=False, unroll=1, checkpoint_every=None):
+    """The same as `scan`, of arguments that are known to be right and a body that is known to be elementwise."""
     # The gradient needs what the body reads, and computes the rest again: to store it in each step would take longer.
     again = jax.checkpoint(f, prevent_cse=False)
 
     def body(carry, x):
-        carry, y = pair(again(mark(carry), x))
-        return mark(carry), mark(y)
+        carry, y = pair(again(lowering.mark(carry), x))
+        return lowering.mark(carry), lowering.mark(y)
 
     def pair(found):
         if not isinstance(found, (tuple, list)) or len(found) != 2:
@@ -123,35 +131,28 @@ def scan(
             )
         return found
 
-    loop = functools.partial(lax.scan, body, reverse=reverse, unroll=unroll)
+    run = functools.partial(lax.scan, body, reverse=reverse, unroll=unroll)
     if checkpoint_every is None:
-        carry, ys = loop(init, xs, length)
-    else:
-        carry, ys = checkpointed(loop, init, xs, length, reverse, checkpoint_every)
-    _check(f, carry, xs)
-    return carry, ys
+        return run(init, xs, length)
+    return checkpointed(run, init, xs, length, reverse, checkpoint_every)
 
 
-def _check(f, carry, xs):
-    """Raises if no kernel can run the body."""
+def _check(f, carry, xs, length):
+    """Raises if no kernel can run a loop of this body."""
     element = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jax.typeof(x).dtype)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     leaves, tree = jax.tree.flatten((jax.tree.map(like, carry), jax.tree.map(element, xs)))
     closed = jax.make_jaxpr(lambda *leaves: f(*jax.tree.unflatten(tree, leaves)))(*leaves)
     name = getattr(f, "__name__", type(f).__name__)
     label = f"jaxkern.scan: {'f' if name == '<lambda>' else name}"
-    body = closed.jaxpr, closed.consts, 0, len(jax.tree.leaves(carry)), label
     try:
-        Program(*body)
-    except Unsupported as of_lanes:
-        try:
-            RowProgram(*body)
-            return
-        except Unsupported as of_rows:
-            # Only rows have products, so what rows lack says more where there are products.
-            error = of_rows if compat.calls(closed.jaxpr, "dot_general") else of_lanes
+        lowering.check(closed.jaxpr, closed.consts, len(jax.tree.leaves(carry)), length, label)
+    except TooLarge as error:
+        error.add_note("use fewer or smaller carries and matrices, several loops, or jax.lax.scan")
+        raise
+    except Unsupported as error:
         error.add_note("compute it outside of the loop, or use jax.lax.scan")
-        raise error from None
+        raise
 
 
 def linear_recurrence(
@@ -230,7 +231,7 @@ def _recurrence(steps, along, reverse, operands, first):
         return h, h
 
     decay = a[0] if constant else None
-    return jnp.moveaxis(scan(step, first, b if constant else (a, b), reverse=reverse)[1], 0, along)
+    return jnp.moveaxis(loop(step, first, b if constant else (a, b), reverse=reverse)[1], 0, along)
 
 
 def along_split_steps(run, operands, first, axis):

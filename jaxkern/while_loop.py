@@ -15,10 +15,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from jaxkern._core import compat, validate
-from jaxkern._engines.loops.while_lowering import mark
-from jaxkern._engines.loops.while_program import read
-
-LABEL = "jaxkern.while_loop"
+from jaxkern._engines.loops.plan import TooLarge
+from jaxkern._engines.loops.while_lowering import LABEL, check, mark
 
 
 def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
@@ -41,8 +39,13 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
 
     Raises:
         TypeError: a function is not elementwise over lanes; the error, which is raised when the loop is traced, names the
-            operation and its line. cond_fun returns no booleans, or body_fun another structure or dtype.
+            operation and its line. The loop is too large for one kernel, which has at most 31 carries and 2000 operations; the
+            error says what is too large. cond_fun returns no booleans, or body_fun another structure or dtype.
         ValueError: shapes do not broadcast, or the loop is differentiated in reverse mode.
+
+    Warns:
+        UserWarning: a derivative or a batch of the loop is too large for a kernel, and XLA runs it. This is known when it is
+            lowered for a GPU; errors are raised while the loop is traced, and are the same on every machine.
 
     Derivatives: forward mode, of any order, as kernels too. In reverse mode there are none, as for `jax.lax.while_loop`,
     since the number of steps is not known: use `scan`, `jax.custom_vjp` or `jax.lax.custom_root`.
@@ -78,9 +81,11 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
     loop = lambda *xs: lax.while_loop(lambda xs: jnp.any(mark(cond(xs))), step, list(xs))
     closed = jax.make_jaxpr(loop)(*init)
     if not any(0 in x.shape for x in init):
-        e = next(e for e in reversed(closed.jaxpr.eqns) if e.primitive is lax.while_p)
-        counts = e.params["cond_nconsts"], e.params["body_nconsts"]
-        read(e.params["cond_jaxpr"], e.params["body_jaxpr"], *counts, LABEL)
+        try:
+            check(closed)
+        except TooLarge as error:
+            error.add_note("use smaller carries, several loops, or jax.vmap of jax.lax.while_loop")
+            raise
     # The loop is made where the user called this function, so that messages about it name that line.
     found = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *init, propagate_source_info=False)
     return jax.tree.unflatten(tree, map(_result, found))

@@ -285,10 +285,13 @@ def planned(body, length, reverse):
 
 def results(emulated, made, core, given, e, length) -> list:
     """The results of a scan from its kernel. given: what the body holds, and the operands, keys as words."""
-    program, sums = core.program, core.program.accumulators
+    program, sums = core.program, core.program.zeros
     given = list(map(np.asarray, program.split(given)))
-    inits = [program.num_consts + k for k in range(program.num_carry) if k not in sums]
-    arrays = emulated.run(made, [given[k] for k in (*core.consts, *inits, *core.xs)], core.shapes(length), False)
+    for k in program.linear:
+        given[program.num_consts + k] = np.asarray(core.first(k, given[program.num_consts + k]))
+    arrays = emulated.run(
+        made, [given[k] for k in (*core.consts, *program.inits, *core.xs)], core.shapes(length), False
+    )
     first = {k: given[program.num_consts + k] for k in sums}
     avals = program.parts_of([compat.physical(v.aval) for v in e.outvars])
     return program.join(core.after(list(map(jnp.asarray, arrays)), first, avals))

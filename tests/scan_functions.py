@@ -275,6 +275,25 @@ def hidden(shape, length, dtype, seed=0):
     return run, [*operands, _real(rng, dtype, length, *shape, 3)]
 
 
+def spreading(shape, length, dtype, seed=0):
+    """Carries that broadcast into larger ones: a scalar into one for each feature, and both into one for each lane."""
+    rng = np.random.default_rng(seed)
+
+    def run(scan, s, v, h, x, z):
+        def body(carry, xz):
+            s, v, h = carry
+            x, z = xz
+            s = z * s / 2 + z  # its cotangent is a sum over lanes, multiplied by z in every step
+            v = jnp.where(z > 0, s * v, v - s)
+            h = h * v + s * x
+            return (s, v, h), (jnp.tanh(h), v, s)
+
+        return scan(body, (s, v, h), (x, z))
+
+    operands = [_real(rng, dtype), _real(rng, dtype, *shape[-1:]), _real(rng, dtype, *shape)]
+    return run, [*operands, _real(rng, dtype, length, *shape), _real(rng, dtype, length)]
+
+
 FUNCTIONS = {
     f.__name__: (f, differentiable)
     for f, differentiable in (
@@ -293,5 +312,6 @@ FUNCTIONS = {
         (walk, True),
         (orbit, True),
         (hidden, True),
+        (spreading, True),
     )
 }

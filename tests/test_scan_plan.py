@@ -1,5 +1,8 @@
 """Plans of loops: what the kernels compute (run on the CPU), that they compile for GPUs, and how they are laid out."""
 
+import functools
+import warnings
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -96,6 +99,7 @@ CASES = [
     ("recurrence", (1,), 9000, "float32", False, "rows"),
     ("advantages", (3,), 700, "float32", False, "columns"),
     ("oscillators", (40,), 600, "float32", True, "columns"),
+    ("spreading", (20, 40), 6, "float32", True, "lanes"),
 ]
 
 
@@ -138,11 +142,11 @@ def evaluated(e, program, dtype):
 def run(made, core, given, avals, length, unaligned) -> list:
     """The results of a program by its kernel."""
     plans.check_limits(made, FEW)
-    program, sums = core.program, core.program.accumulators
-    inits = [program.num_consts + k for k in range(len(core.carries)) if k not in sums]
-    reads = [given[k] for k in (*core.consts, *inits, *core.xs)]
+    program, first = core.program, core.program.num_consts
+    starts = {first + k: np.asarray(core.first(k, given[first + k])) for k in program.linear}
+    reads = [starts.get(k, given[k]) for k in (*core.consts, *program.inits, *core.xs)]
     arrays = emulated.run(made, reads, core.shapes(length), unaligned)
-    return core.after(list(map(jnp.asarray, arrays)), {k: given[program.num_consts + k] for k in sums}, avals)
+    return core.after(list(map(jnp.asarray, arrays)), {k: given[first + k] for k in program.zeros}, avals)
 
 
 def agree(ours, wanted, dtype):
@@ -246,8 +250,8 @@ def test_steps_along_any_axis(name, shape, length, order, algorithm, monkeypatch
         assert made.algorithm == "lanes" or f"kOver{algorithm.split()[-1][:-1].title()}" in made.launches[-1].name
         args = [random(v.aval, rng) for v in e.invars]
         wanted = compat.bind_equation(e, *map(jnp.asarray, args))
-        sums, lies = program.accumulators, lambda k: np.ascontiguousarray(args[k].transpose(orders.get(k)))
-        reads = [*core.consts, *(num_consts + k for k in range(num_carry) if k not in sums), *core.xs]
+        sums, lies = program.zeros, lambda k: np.ascontiguousarray(args[k].transpose(orders.get(k)))
+        reads = [*core.consts, *program.inits, *core.xs]
         arrays = emulated.run(made, [lies(k) if k in orders else args[k] for k in reads], core.shapes(length), False)
         inits = {k: args[num_consts + k] for k in sums}
         ours = core.after(list(map(jnp.asarray, arrays)), inits, [v.aval for v in e.outvars])
@@ -353,11 +357,55 @@ def test_few_steps_fill_no_round(length):
     assert ahead >= min(length, 24)
 
 
+@pytest.mark.parametrize("loop", ["scan", "while_loop"])
+def test_a_loop_beyond_the_limits_of_a_kernel(loop):
+    """An error while it is traced, on any machine, that says what is too large."""
+
+    def run(body, init):
+        if loop == "scan":
+            return jaxkern.scan(lambda c, _: (body(c), None), init, length=9)
+        return jaxkern.while_loop(lambda c: c[0] < 1, body, init)
+
+    def long(c):
+        for _ in range(50):
+            c = [jnp.sin(c[0])]
+        return c
+
+    spec = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+    half = lambda c: [x * 0.5 for x in c]
+    for body, given, message in (
+        (half, [spec(5)] * 40, "writes 80 arrays, above the limit of 63"),
+        (half, [spec(1 << 16, 1 << 15)], "lanes, above the limit of 2"),
+        (half, [spec(2, 3, 2, 3, 2, 3), spec(2, 1, 2, 1, 2, 1)], "an array lacks every other one of 6 dimensions"),
+        (
+            long,
+            [spec(5)],
+            "a size of [0-9]+ statements, above the limit of 2000; most of them are at .*test_scan_plan.py",
+        ),
+        (lambda c: [c[0] @ c[0]], [spec(300, 300)], "KB of shared memory, above the limit of 227 KB"),
+    ):
+        if loop == "while_loop" and ("shared" in message or "other one" in message):
+            continue  # its carries have all lanes, and it has no rows
+        with pytest.raises(TypeError, match=message):
+            jax.eval_shape(functools.partial(run, body), given)
+
+
 @pytest.mark.skipif(registry.kernels.module is None, reason="no runtime")
-def test_a_loop_beyond_the_limits_of_a_kernel_warns():
-    """It is a loop of one kernel as far as its body goes, so that XLA runs it, and not in silence."""
-    given = [jnp.ones(5)] * 70
-    f = jax.jit(lambda given: jaxkern.scan(lambda c, _: ([x * 0.5 for x in c], None), given, length=9)[0])
-    with pytest.warns(UserWarning, match="many arrays, dimensions or statements has no kernel: XLA runs the loop"):
-        text = f.trace(given).lower(lowering_platforms=("cuda",)).as_text()
-    assert "jaxkern_scan" not in text
+def test_a_derivative_beyond_the_limits_of_a_kernel_warns():
+    """The loop itself is one kernel. XLA runs its derivative, and not in silence."""
+
+    def loss(c):
+        def body(c, _):
+            for k in range(25):
+                c = jnp.sin(c) * k
+            return c, None
+
+        return jnp.sum(jaxkern.scan(body, c, length=9)[0])
+
+    around = lambda c: jax.lax.scan(lambda s, _: (s + loss(c), None), 0.0, length=2)[0]  # which needs no warning
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(around).trace(jnp.ones(5)).lower(lowering_platforms=("cuda",))
+    with pytest.warns(UserWarning, match="above the limit of 2000.*XLA runs this loop, which is a derivative"):
+        text = jax.jit(jax.grad(loss)).trace(jnp.ones(5)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "jaxkern_scan" in text and text.count("stablehlo.while") == 1

@@ -49,7 +49,7 @@ def spec_of(x, steps, lanes):
 
 @several
 @pytest.mark.parametrize("steps, lanes", [(None, ("r", "c")), ("r", (None, "c")), (("r", "c"), (None, None))], ids=str)
-@pytest.mark.parametrize("name", ["advantages", "gated", "heston", "oscillators", "counters"])
+@pytest.mark.parametrize("name", ["advantages", "gated", "heston", "oscillators", "counters", "spreading"])
 def test_split_scans(name, steps, lanes):
     """Results, and gradients with sums over lanes for constants."""
     make, differentiable = FUNCTIONS[name]

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._core.jaxprs import computing, held
-from jaxkern.scan import along_split_steps, linear_recurrence, scan
+from jaxkern.scan import along_split_steps, linear_recurrence, loop
 
 
 def exponential_moving_average(
@@ -273,5 +273,5 @@ class _Steps:
             new, y = body(carry, *each)
             return jax.tree.map(lambda new, old: validate.split_like(new, jax.typeof(old)), new, carry), y
 
-        ys = scan(step, init, xs, length=steps, reverse=reverse)[1]
+        ys = loop(step, init, xs, length=steps, reverse=reverse)[1]
         return jnp.moveaxis(ys, 0, self.axis)

@@ -137,9 +137,13 @@ class Flat:
         return Constant(np.asarray(c))
 
     def fail(self, step, what):
-        e = step.origin or step.equation
-        line = next(filter(None, map(compat.source_line, (e, *reversed(step.calls)))), "")
+        e, line = step.origin or step.equation, self.line(step)
         raise Unsupported(f"{self.label} uses {e.primitive.name}{' at ' + line if line else ''}, {what}")
+
+    def line(self, step) -> str:
+        """Where the user wrote a step; empty if it is not known."""
+        equations = (step.origin or step.equation, *reversed(step.calls))
+        return next(filter(None, map(compat.source_line, equations)), "")
 
     def _inline(self, jaxpr, consts, args) -> list:
         env = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))

@@ -112,6 +112,7 @@ def _part(program, carries, results, steps, dims, stored, read=(), before=0) -> 
     part.steps, part.dims = steps, tuple(d for d in program.dims if d in dims)
     place = {k: at for at, k in enumerate(results)}
     part.accumulators = {place[k]: v for k, v in program.accumulators.items() if k in place}
+    part.linear = frozenset(place[k] for k in program.linear if k in place)
     part.sums = {place[k]: v for k, v in program.sums.items() if k in place}
     part.remove_unused()
     given += [len(program.operands) + before + j for j in range(len(read))]

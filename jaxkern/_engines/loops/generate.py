@@ -63,7 +63,7 @@ class Array:
 class Core:
     """What the kernel reads and writes.
 
-    consts, xs: positions of the operands that it reads. last, ys: the arrays that it writes, the carries first.
+    consts, xs: positions of the operands that it reads. carries, ys: the arrays that it writes, the carries first.
 
     orders: {position of an operand or, after them, of a result: how its dimensions lie in memory, see Array}, of xs and ys.
     length: the number of steps; needed for orders.
@@ -116,10 +116,17 @@ class Core:
             found.append((shape, dtype))
         return found
 
+    def first(self, k, x):
+        """What the kernel reads as first value of a carry in `linear`, which is x: the first of the lanes has it."""
+        a, own = self.carries[k], [d for d in self.program.carries[k].dims if d is not None]
+        x = jnp.transpose(x.reshape([d.size for d in own]), [own.index(d) for d in a.dims if d in own])
+        x = jnp.expand_dims(x.astype(a.dtype), [at for at, d in enumerate(a.dims) if d not in own])
+        return jnp.pad(x, [(0, 0 if d in own else d.size - 1) for d in a.dims])
+
     def after(self, arrays, inits, avals) -> list:
         """The results of the scan, of these types, from what the kernel wrote: sums over lanes are taken.
 
-        inits: {position: initial carry} of the accumulators.
+        inits: {position: initial carry} of the carries that start with 0.
         """
         program, results = self.program, []
         for k, (y, a, aval) in enumerate(zip(arrays, (*self.carries, *self.ys), avals, strict=True)):
@@ -132,7 +139,7 @@ class Core:
                 total = jnp.sum(y, [step + at for at, d in enumerate(lanes) if d not in own])
                 order = [d for d in lanes if d in own]
                 total = jnp.transpose(total, [*range(step), *(step + order.index(d) for d in own)])
-                y = total if step else inits[k] + total.reshape(aval.shape)
+                y = inits[k] + total.reshape(aval.shape) if k in program.zeros else total
             results.append(y.reshape(aval.shape).astype(aval.dtype))
         return results
 
@@ -216,7 +223,7 @@ class Core:
             table(f"{kind}Step", (a.step for a in types[kind]), 0, "int64_t")
         table("CarriesOwner", (number(missing(a)) for a in self.carries), _NONE)
         table("YsOwner", (number(missing(a)) for a in self.ys), _NONE)
-        sums = (int(k in program.accumulators) for k in range(len(self.carries)))
+        sums = (int(k in program.zeros) for k in range(len(self.carries)))
         table("IsSum", sums, 0)
         place = lambda dim: merged((d.size, int(d is dim)) for d in reversed(program.dims))
         table("PlaceMap", (number(place(d)) for d in self.indices), _NONE)

@@ -18,10 +18,12 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxkern._core import algorithms, compat, compat_lowering, device, environment, launch, registry, stablehlo, switch
 from jaxkern._core.cpp import Unsupported
+from jaxkern._core.jaxprs import inner_jaxprs
 from jaxkern._engines.jaxpr import Value
 from jaxkern._engines.loops import ahead, plan, plan_rows, scan_sharding, tuning
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.generate_rows import RowCore
+from jaxkern._engines.loops.plan import TooLarge
 from jaxkern._engines.loops.program import Program
 from jaxkern._engines.loops.row_program import RowProgram
 
@@ -42,10 +44,6 @@ def mark(tree):
     """The arrays of numbers of a pytree, marked as part of a loop for kernels."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return jax.tree.map(lambda x: x if is_key(x) else loop_p.bind(x), tree)
-
-
-class TooLarge(Unsupported):
-    """A body that is one of a kernel, but beyond a kernel's limits."""
 
 
 class Loop(typing.NamedTuple):
@@ -71,9 +69,10 @@ def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
 
     Raises: Unsupported, which says why there is no kernel.
     """
-    if not all(isinstance(n, int) for a in (*ctx.avals_in, *ctx.avals_out) for n in a.shape):
+    avals = *ctx.avals_in, *ctx.avals_out
+    if not are_known(avals):
         raise Unsupported(f"{label}: symbolic shapes")
-    if not length or not all(n for a in (*ctx.avals_in, *ctx.avals_out) for n in a.shape):
+    if not length or not have_elements(avals):
         raise Unsupported(f"{label}: arrays without elements")
     body = jaxpr, consts, num_consts, num_carry
     if algorithms.forced(OPERATION) == TEAMS:
@@ -100,8 +99,6 @@ def _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
     )
     algorithms.pick(OPERATION, algorithms.forced(OPERATION), problem)
     launches = plan_rows.plan(device.this_device(), core, length, reverse)
-    if launches is None:
-        raise TooLarge(f"{label}: a body of that many arrays, statements or elements of matrices has no kernel")
     return Loop(program, core, launches, length, sources)
 
 
@@ -115,24 +112,84 @@ def _in_lanes(operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
             return _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label)
     parts = ahead.split(program, device.this_device().sm_count)
     if parts is not None:
-        loops = [_planned(part.program, length, reverse) for part in parts]
-        if None not in loops:
+        with contextlib.suppress(TooLarge):
+            loops = [_planned(part.program, length, reverse) for part in parts]
             return Loop(program, None, None, length, {}, tuple(zip(parts, loops)))
     found = _adjacent(program, operands)
     if found is not None:
-        loop = _planned(program, length, reverse, *found)
-        if loop is not None and loop.launches.algorithm == "rows":
-            return loop
-    loop = _planned(program, length, reverse, *_transposed(program, operands))
-    if loop is None:
-        raise TooLarge(f"{label}: a body of that many arrays, dimensions or statements has no kernel")
-    return loop
+        with contextlib.suppress(TooLarge):
+            loop = _planned(program, length, reverse, *found)
+            if loop.launches.algorithm == "rows":
+                return loop
+    return _planned(program, length, reverse, *_transposed(program, operands))
 
 
-def _planned(program, length, reverse, sources=None, orders=None) -> Loop | None:
+def _planned(program, length, reverse, sources=None, orders=None) -> Loop:
     core = Core(program, orders, length)
     launches = plan.plan(device.this_device(), core, length, reverse)
-    return launches and Loop(program, core, launches, length, sources or {})
+    return Loop(program, core, launches, length, sources or {})
+
+
+def check(jaxpr, consts, num_carry, length, label) -> None:
+    """Raises Unsupported, which says why, unless the body of a scan, without constants, is one of a kernel.
+
+    The answer does not depend on the GPU of this machine: one like an H200 is assumed where it matters.
+    """
+    body = jaxpr, consts, 0, num_carry, label
+    avals = [v.aval for v in (*jaxpr.invars, *jaxpr.outvars)]
+    is_planned = isinstance(length, int) and length and are_known(avals) and have_elements(avals)
+    try:
+        program = Program(*body)
+        if is_planned:
+            _check_lanes(program)
+    except Unsupported as of_lanes:
+        try:
+            program = RowProgram(*body)
+            if is_planned:
+                plan_rows.plan(device.H200, RowCore(program, None, length), length, False, always=True)
+        except Unsupported as of_rows:
+            # Only rows have products, so what rows lack says more where there are products.
+            is_of_rows = isinstance(of_rows, TooLarge) or compat.calls(jaxpr, "dot_general")
+            raise (of_rows if is_of_rows and not isinstance(of_lanes, TooLarge) else of_lanes) from None
+
+
+def _check_lanes(program):
+    core = Core(program)
+    try:
+        plan.check(core, core.function.size)
+    except TooLarge:
+        parts = ahead.split(program, device.H200.sm_count)
+        if parts is None:
+            raise
+        for part in parts:
+            core = Core(part.program)
+            plan.check(core, core.function.size)
+
+
+def are_known(avals) -> bool:
+    """Whether no shape is symbolic."""
+    return all(isinstance(n, int) for a in avals for n in a.shape)
+
+
+def have_elements(avals) -> bool:
+    return all(n for a in avals for n in a.shape)
+
+
+@contextlib.contextmanager
+def left_to_xla(ctx, jaxpr, mark):
+    """A loop of a public function that no kernel runs is left to XLA, with a warning unless it has no elements.
+
+    These functions check their loops while they are traced. Here are derivatives and batches of these loops, GPUs with less
+    shared memory than others, and loops around such loops, which need no warning. mark: the primitive that marks a loop in jaxpr.
+    """
+    try:
+        yield
+    except Unsupported as error:
+        avals = *ctx.avals_in, *ctx.avals_out
+        if are_known(avals) and have_elements(avals) and _has_own(getattr(jaxpr, "jaxpr", jaxpr), mark):
+            compat.warn_once(
+                f"{error}. XLA runs this loop, which is a derivative or a batch of a loop that is one kernel"
+            )
 
 
 def _transposed(program, operands):
@@ -229,16 +286,23 @@ def _parts(ctx, loop, operands, avals, types, target) -> list:
 def _kernel(ctx, loop, operands, avals, types, target) -> list:
     """The results of a loop of one kernel. types: the types of the results."""
     program, core = loop.program, loop.core
-    inits = [program.num_consts + k for k in range(program.num_carry) if k not in program.accumulators]
-    reads = [*core.consts, *inits, *core.xs]
+    reads = [*core.consts, *program.inits, *core.xs]
     writes = [jax.core.ShapedArray(shape, dtype) for shape, dtype in core.shapes(loop.length)]
     in_memory = [
         avals[k].update(shape=tuple(avals[k].shape[a] for a in core.orders.get(k, range(avals[k].ndim)))) for k in reads
     ]
+    values = dict(enumerate(operands)) | loop.sources
+    linear = sorted(program.linear)
+    if linear:
+        at = [program.num_consts + k for k in linear]
+        firsts = lambda *xs: [core.first(k, x) for k, x in zip(linear, xs)]
+        values.update(zip(at, _in_jnp(ctx, firsts, [avals[k] for k in at], [operands[k] for k in at])))
+        for k, aval in zip(at, jax.eval_shape(firsts, *(avals[k] for k in at))):
+            in_memory[reads.index(k)] = jax.core.ShapedArray(aval.shape, aval.dtype)
     inner = ctx.replace(avals_in=in_memory, avals_out=writes)
-    found = launch.lower(inner, target, loop.launches, [loop.sources.get(k, operands[k]) for k in reads])
+    found = launch.lower(inner, target, loop.launches, [values[k] for k in reads])
 
-    sums = sorted(program.accumulators)
+    sums = program.zeros
     given = [program.num_consts + k for k in sums]
     after = lambda *arrays: core.after(arrays[len(sums) :], dict(zip(sums, arrays)), types)
     return _in_jnp(ctx, after, [*(avals[k] for k in given), *writes], [*(operands[k] for k in given), *found])
@@ -259,6 +323,12 @@ def _is_marked(params) -> bool:
     return compat.calls(getattr(closed, "jaxpr", closed), loop_p.name)
 
 
+def _has_own(jaxpr, primitive) -> bool:
+    """Whether a primitive is called in a jaxpr, and not only in the loops in it."""
+    outside = [e for e in jaxpr.eqns if e.primitive.name not in ("scan", "while")]
+    return any(e.primitive is primitive or any(_has_own(j, primitive) for j in inner_jaxprs(e)) for e in outside)
+
+
 def _register():
     scan_p = compat.scan_primitive()
     otherwise = compat_lowering.lowering_of(scan_p)
@@ -270,12 +340,8 @@ def _register():
                 if compat.may_partition_itself(ctx):
                     found = scan_sharding.lower(ctx, operands, params, mark, LABEL)
                 elif platform == "cuda" and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
-                    try:
+                    with left_to_xla(ctx, params["jaxpr"], loop_p):
                         found = emit(ctx, operands, of_scan(ctx, operands, params, LABEL))
-                    except TooLarge as error:
-                        compat.warn_once(f"{error}: XLA runs the loop")
-                    except Unsupported:
-                        pass
         return otherwise(ctx, *operands, **params) if found is None else found
 
     def reads_transposed(module, equation, operands):

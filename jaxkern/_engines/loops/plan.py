@@ -6,11 +6,13 @@ tiles      the same for one lane
 teams      a team of threads shares a lane, where the body reduces along rows; see plan_rows.py
 """
 
+import collections
 import math
 import sys
 import typing
 
 from jaxkern._core import algorithms, define, functor, launch
+from jaxkern._core.cpp import Unsupported
 from jaxkern._core.define import ceil_div
 from jaxkern._core.launch import Launch, Plan, i64, struct
 from jaxkern._engines.loops import cut, tuning
@@ -22,6 +24,10 @@ MOST_ARRAYS = 63  # of a call, beside scratch: kMostBuffers of ffi/runtime/handl
 MOST_BYTES = 4000  # of the arguments of a kernel
 ALGORITHMS = ("lanes", "columns", "rows", "teams")
 DTYPES = tuple(define.CUDA_TYPES)
+
+
+class TooLarge(Unsupported):
+    """A body that kernels can run as far as its operations go, but beyond a limit of theirs."""
 
 
 class Problem(typing.NamedTuple):
@@ -58,23 +64,18 @@ def choose(problem, device=None) -> str:
 
 
 def plan(device, core, length, reverse):
-    """The launches of a loop of at least one step and one lane, or None where there is no kernel.
+    """The launches of a loop of at least one step and one lane.
 
-    Operands are those that `core` reads: constants, initial carries except for accumulators, xs. Results are `core.results`.
+    Raises: TooLarge, which says what is beyond the limits of a kernel.
+
+    Operands are those that `core` reads: constants, initial carries, xs. Results are `core.results`.
     """
     program = core.program
     lanes = math.prod(d.size for d in program.dims)
-    inits = len(core.carries) - len(program.accumulators)
-    if len(core.consts) + inits + len(core.xs) + len(core.results) > MOST_ARRAYS or lanes >= 1 << 31:
-        return None
-    if core.function.size > functor.MOST:
-        functor.warn_of_size(program.label, core.function.size)
-        return None
+    check(core, core.function.size)
 
     def launches(each):
         source, maps = core.source(NAME, each)
-        if any(len(groups) > define.MAP_RANK for groups in maps):
-            return None
         xs = list(map(core.operand, core.xs))
         words = sum(ceil_div(a.dtype.itemsize * (each if core.kind(a, each) == PACK else 1), 4) for a in xs)
         threads = lanes // each
@@ -87,8 +88,6 @@ def plan(device, core, length, reverse):
         name = f"LoopKernel<{NAME}, {each}, {ahead}, {length % ahead}, {block}, {resident}, {str(reverse).lower()}>"
         return (Launch(HEADER, name, [args], grid, block, source=source),)
 
-    if bytes_of_arguments(core) > MOST_BYTES:
-        return None
     maps = cut.Maps(core)
     affine = bool(maps.numbers) and maps.size <= functor.MOST
     of_steps = [*map(core.operand, core.xs), *core.ys]
@@ -102,27 +101,51 @@ def plan(device, core, length, reverse):
         if found is not None:
             return found
     each = lanes_of_a_thread(device, core, lanes)
-    single = launches(1)
-    if single is None or each == 1:
-        return single and Plan("lanes", single)
-    several = launches(each)
-    return Plan("lanes", several, 0, single) if several is not None else Plan("lanes", single)
+    if each == 1:
+        return Plan("lanes", launches(1))
+    return Plan("lanes", launches(each), 0, launches(1))
 
 
-def bytes_of_arguments(core) -> int:
-    """An upper bound of the size of `LoopEngine::Args`."""
+def check(core, size) -> None:
+    """Raises TooLarge, which says what of a body or its arrays is beyond the limits of a kernel. size: of the body.
+
+    No limit depends on the GPU.
+    """
+    program = core.program
+    lanes = math.prod(d.size for d in program.dims)
+    check_limits(program, len(core.consts) + len(program.inits) + len(core.xs) + len(core.results), lanes, size)
+    _, maps = core.source(NAME, 1)
+    if any(len(groups) > define.MAP_RANK for groups in maps):
+        raise TooLarge(f"{program.label}: an array lacks every other one of {program.rank} dimensions")
     arrays = [*core.consts, *core.carries, *core.xs, *core.carries, *core.ys]
-    return (len(arrays) + 8) * 8 + 88 * len(core.source(NAME, 1)[1])
+    if (len(arrays) + 8) * 8 + 88 * len(maps) > MOST_BYTES:  # an upper bound of the size of `LoopEngine::Args`
+        raise TooLarge(f"{program.label}: {len(maps)} arrays lack different dimensions, more than a kernel takes")
+
+
+def check_limits(program, arrays, lanes, size) -> None:
+    """Raises TooLarge if the arrays, lanes or statements of a body are too many."""
+    if arrays > MOST_ARRAYS:
+        raise TooLarge(
+            f"{program.label} reads and writes {arrays} arrays, above the limit of {MOST_ARRAYS}: constants, first carries, xs, "
+            "last carries and ys, each of the elements of small arrays that the body takes apart"
+        )
+    if lanes >= 1 << 31:
+        raise TooLarge(f"{program.label} has {lanes} lanes, above the limit of 2^31 - 1")
+    if size > functor.MOST:
+        lines = collections.Counter(filter(None, map(program.line, program.steps)))
+        place = f"; most of them are at {max(lines, key=lines.__getitem__)}" if lines else ""
+        raise TooLarge(
+            f"{program.label} has a body with a size of {size} statements, above the limit of {functor.MOST}{place}"
+        )
 
 
 def arguments(core, maps, lanes, length):
     """`LoopEngine::Args` of loops.cuh. maps: the groups of each index map of the source."""
-    program = core.program
-    reads = len(core.consts)
+    reads, zeros = len(core.consts), core.program.zeros
     inits, at = [], reads
     for k in range(len(core.carries)):
-        inits.append(launch.null if k in program.accumulators else launch.operand(at))
-        at += k not in program.accumulators
+        inits.append(launch.null if k in zeros else launch.operand(at))
+        at += k not in zeros
     return struct(
         *(launch.operand(k) for k in range(reads)),
         launch.null,

@@ -6,37 +6,44 @@ matrices: a thread or a few threads reduce one row or column of them at a time.
 
 import math
 
-from jaxkern._core import define, functor, launch
+from jaxkern._core import define, launch
 from jaxkern._core.define import ceil_div
 from jaxkern._core.launch import Launch, Plan, i64, struct
 from jaxkern._engines.loops import tuning
+from jaxkern._engines.loops.plan import TooLarge, check_limits
 from jaxkern._engines.loops.row_pieces import Layout
 
 HEADER = "loops/row_loops.cuh"
 NAME = "Body"
 
 
-def plan(device, core, length, reverse):
-    """The launches of a loop of at least one step and one lane, or None where there is no kernel. Sets core.blocks."""
+def plan(device, core, length, reverse, always=False):
+    """The launches of a loop of at least one step and one lane. Sets core.blocks. always: also where XLA is estimated to be faster.
+
+    Raises: TooLarge, which says what is beyond the limits of a kernel, or that XLA is faster.
+    """
     program = core.program
     lanes = math.prod(d.size for d in program.dims)
-    inits = program.num_carry - len(program.accumulators)
-    arrays = len(core.consts) + inits + len(core.xs) + len(program.results)
-    if arrays > tuning.MOST_ARRAYS or lanes >= 1 << 31 or core.size > functor.MOST:
-        return None
+    arrays = len(core.consts) + len(program.inits) + len(core.xs) + len(program.results)
+    check_limits(program, arrays, lanes, core.size)
     layout = layout_of(device, core, lanes)
     if layout is None:
-        return None
+        raise TooLarge(f"{program.label} sums matrices of fewer than 32 elements along a row over some of the lanes")
     writer = core.writer(layout, device.shared_memory)
     while writer.bytes > device.shared_memory and layout.teams > 1 and layout.threads > 32:
         fewer = max(32, layout.teams // 2 * layout.team)
         layout = layout._replace(threads=fewer)
         writer = core.writer(layout, device.shared_memory)
-    if writer.bytes > device.shared_memory or any(len(groups) > define.MAP_RANK for groups in writer.maps):
-        return None
+    if writer.bytes > device.shared_memory:
+        kilobytes = (
+            f"{writer.bytes / 1024:.0f} KB of shared memory, above the limit of {device.shared_memory // 1024} KB"
+        )
+        raise TooLarge(f"{program.label} has rows and matrices that take {kilobytes}")
+    if any(len(groups) > define.MAP_RANK for groups in writer.maps):
+        raise TooLarge(f"{program.label}: an array lacks every other one of {program.rank} dimensions")
     core.blocks = ceil_div(lanes, layout.teams)
-    if not is_worth_it(device, core, layout, lanes, writer.unstaged):
-        return None
+    if not always and not is_worth_it(device, core, layout, lanes, writer.unstaged):
+        raise TooLarge(f"{program.label} has steps so long that XLA's kernels, with the whole GPU for each, are faster")
     ahead = steps_ahead(core, layout, length)
     args = struct(
         *(launch.operand(k) for k in range(arrays - len(program.results))),

@@ -9,7 +9,8 @@ lanes along it.
 
 The gradient of a constant that lacks dimensions is a carry to which each step adds a sum over lanes. A sum over lanes is
 linear, so such a carry is an accumulator: each lane adds up its own terms, and the sum over lanes is taken once, after the
-loop. Up to that addition the terms may be multiplied by what lacks the same dimensions.
+loop. Up to that addition the terms may be multiplied by what lacks the same dimensions. Carries that are such sums and enter
+linear operations are in linear.py.
 """
 
 import jax
@@ -21,7 +22,7 @@ from jaxkern._core import compat
 from jaxkern._core.cpp import Unsupported, check_dtype
 from jaxkern._core.jaxprs import inner_jaxprs
 from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Flat, Step, Value
-from jaxkern._engines.loops import pairs, parts, rewrites
+from jaxkern._engines.loops import linear, pairs, parts, rewrites
 
 MOVES = (*RENAMED, "broadcast_in_dim", "transpose")
 _ADD = ("add", "add_any")
@@ -39,6 +40,7 @@ class Program(Flat):
 
     operands: constants, carries, elements of xs; results: new carries, elements of ys. num_consts, num_carry: how many.
     dims: the lanes, slowest first. accumulators: {position among the carries: frozenset of dims of its terms}.
+    linear: positions of accumulators that enter linear operations; they start in one lane, and others with 0.
     sums: {position among the results: the same}, of elements of ys that are sums over lanes; they are taken after the loop.
     given, returned: what the jaxpr takes and returns, before arrays are taken apart.
     has_rows: whether dimensions that are taken apart are reduced, or occur twice in an array, as those of a matrix do.
@@ -48,6 +50,7 @@ class Program(Flat):
     """
 
     otherwise = "which is not elementwise over lanes"
+    linear: frozenset = frozenset()
     operand_parts: tuple  # see parts.split
     result_parts: tuple
 
@@ -77,7 +80,11 @@ class Program(Flat):
         parts.split(self, self._moved)
         self.remove_unused()
         self._find_lanes()
-        self._find_accumulators()
+        try:
+            self._find_accumulators()
+        except Unsupported:
+            if not linear.find(self):
+                raise
 
     def _inline_body(self, jaxpr, consts, num_consts, num_carry):
         """Sets operands, steps and results, with the dimensions that they share."""
@@ -215,6 +222,16 @@ class Program(Flat):
     def rank(self) -> int:
         """The dimensions of an array with all lanes."""
         return len(self.dims)
+
+    @property
+    def zeros(self) -> list:
+        """Positions of the carries that start with 0; their first values are added after the loop."""
+        return sorted(set(self.accumulators) - self.linear)
+
+    @property
+    def inits(self) -> list:
+        """Positions, among the operands, of the first values that a kernel reads."""
+        return [self.num_consts + k for k in range(self.num_carry) if k not in self.zeros]
 
     @property
     def carries(self) -> list:

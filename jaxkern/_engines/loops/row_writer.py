@@ -74,8 +74,7 @@ class Writer(Pieces):
 
     def _write(self):
         core, p = self._core, self._p
-        inits = [p.num_consts + k for k in range(p.num_carry) if k not in p.accumulators]
-        self._given = [*core.consts, *inits, *core.xs]  # operands that the kernel reads
+        self._given = [*core.consts, *p.inits, *core.xs]  # operands that the kernel reads
         leaves = [leaf for nest in core.every_nest for leaf in nest.leaves]
         is_dim = lambda at: not isinstance(at, (tuple, str)) and at is not None
         self._dims = list(dict.fromkeys(at for _, at in leaves if is_dim(at)))

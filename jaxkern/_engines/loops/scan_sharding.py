@@ -113,8 +113,7 @@ class _Part:
         self.length = self.xs[0].shape[0] if self.xs else length
         self.places = []
         for d in core.indices:
-            first = lax.axis_index(axes[d]) * self.size[d] if axes[d] else 0
-            self.places.append((first + jnp.arange(self.size[d], dtype=np.int32), (d,)))
+            self.places.append((self._begin(d) + jnp.arange(self.size[d], dtype=np.int32), (d,)))
         self.dims = [a.dims for a in (*core.carries, *core.ys)]
 
     def run(self, maps, over, reverse, mark, results) -> list:
@@ -149,15 +148,28 @@ class _Part:
         )
 
     def _first(self) -> list:
-        """The first carries. An accumulator starts with 0."""
+        """The first carries. An accumulator starts with 0, or in one lane."""
         program, found = self.program, []
         for k, a in enumerate(self.core.carries):
-            if k in program.accumulators:
+            at = program.num_consts + k
+            own = program.operands[at].dims
+            if k in program.zeros:
                 found.append(jnp.zeros([self.size[d] for d in a.dims], a.dtype))
-            else:
-                at = program.num_consts + k
-                found.append(self._in_order(self.operands[at], program.operands[at].dims, False))
+                continue
+            x = self._in_order(self.operands[at], own, False)
+            if k in program.linear:  # the first lane of all devices has it
+                x = jnp.expand_dims(x, [axis for axis, d in enumerate(a.dims) if d not in own]).astype(a.dtype)
+                for axis, d in enumerate(a.dims):
+                    if d not in own:
+                        place = lax.broadcasted_iota(np.int32, [self.size[d] if e is d else 1 for e in a.dims], axis)
+                        first = self._begin(d) + place == 0
+                        x = jnp.where(first, x, jnp.zeros_like(x))
+            found.append(x)
         return found
+
+    def _begin(self, d):
+        """Where the lanes of this device begin along a dimension."""
+        return lax.axis_index(self.axes[d]) * self.size[d] if self.axes[d] else 0
 
     def _behind_others(self, maps, first, over, reverse, mark, consts, places) -> list:
         """The carries before the steps of this device."""
@@ -218,7 +230,7 @@ class _Part:
         y = jnp.transpose(y, [*range(step), *(step + lanes.index(d) for d in present)])
         sizes = iter(y.shape[step:])
         y = y.reshape([*y.shape[:step], *(1 if n == 1 else next(sizes) for n in aval.shape[step:])])
-        if k in program.accumulators:
+        if k in program.zeros:
             y = self.operands[program.num_consts + k] + y
         return y.astype(aval.dtype)
 

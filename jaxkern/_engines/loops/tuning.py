@@ -63,7 +63,6 @@ MANY_NUMBERS = 4  # words of a map, from which there is a block less: advantages
 
 # ---- loops with rows
 
-MOST_ARRAYS = 63  # of a call, beside scratch: kMostBuffers of ffi/runtime/handler.cc
 WARP_ROW = 256  # elements of a row that a warp takes, at most
 # Threads per multiprocessor, up to which several share what is reduced for an element; other values were not timed.
 ROW_THREADS = 0

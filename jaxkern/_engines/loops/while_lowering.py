@@ -4,7 +4,6 @@ A loop whose body selects by the mark of the lanes' conditions becomes one kerne
 (while_program.py). Every other loop is lowered by JAX's rule.
 """
 
-import contextlib
 import functools
 
 from jax import lax
@@ -12,7 +11,7 @@ from jax.interpreters import mlir
 
 from jaxkern._core import algorithms, compat, compat_lowering, device, environment, registry, switch
 from jaxkern._core.cpp import Unsupported
-from jaxkern._engines.loops import lowering, while_plan, while_program, while_sharding
+from jaxkern._engines.loops import lowering, plan, while_plan, while_program, while_sharding
 from jaxkern._engines.loops.while_plan import WhileCore
 from jaxkern._engines.loops.while_program import lanes_p
 
@@ -45,10 +44,17 @@ def find(ctx, operands, params, label) -> lowering.Loop:
     counts = params["cond_nconsts"], params["body_nconsts"]
     program = while_program.read(params["cond_jaxpr"], params["body_jaxpr"], *counts, label, equal)
     core = WhileCore(program)
-    launches = while_plan.plan(device.this_device(), core)
-    if launches is None:
-        raise Unsupported(f"{label} has too many arrays, dimensions, lanes or statements for a kernel")
-    return lowering.Loop(program, core, launches, 0)
+    return lowering.Loop(program, core, while_plan.plan(device.this_device(), core), 0)
+
+
+def check(closed) -> None:
+    """Raises Unsupported, which says why, unless the while loop of a jaxpr is one kernel. That depends on no GPU."""
+    e = next(e for e in reversed(closed.jaxpr.eqns) if e.primitive is lax.while_p)
+    counts = e.params["cond_nconsts"], e.params["body_nconsts"]
+    program = while_program.read(e.params["cond_jaxpr"], e.params["body_jaxpr"], *counts, LABEL)
+    if all(isinstance(n, int) for v in (*e.invars, *e.outvars) for n in v.aval.shape):
+        core = WhileCore(program)
+        plan.check(core, core.size)
 
 
 def _register():
@@ -61,7 +67,7 @@ def _register():
                 if compat.may_partition_itself(ctx):
                     found = while_sharding.lower(ctx, operands, params, LABEL)
                 elif platform == "cuda" and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
-                    with contextlib.suppress(Unsupported):
+                    with lowering.left_to_xla(ctx, params["cond_jaxpr"], lanes_p):
                         found = lowering.emit(ctx, operands, find(ctx, operands, params, LABEL), TARGET)
         return otherwise(ctx, *operands, **params) if found is None else found
 

@@ -2,12 +2,11 @@
 
 import math
 
-from jaxkern._core import define, functor
 from jaxkern._core.define import ceil_div
 from jaxkern._core.launch import Launch, Plan
 from jaxkern._engines.loops import tuning
 from jaxkern._engines.loops.generate import Core
-from jaxkern._engines.loops.plan import MOST_ARRAYS, MOST_BYTES, NAME, arguments, bytes_of_arguments
+from jaxkern._engines.loops.plan import NAME, arguments, check
 
 HEADER = "loops/while.cuh"
 
@@ -19,31 +18,26 @@ class WhileCore(Core):
         super().__init__(program)
         self.condition = self._function([program.condition])
 
+    @property
+    def size(self) -> int:
+        """Statements of a step."""
+        return self.function.size + self.condition.size
+
     def source(self, name, lanes):
         text, maps = super().source(name, lanes)
         return text + self.condition.source(f"{name}Condition"), maps
 
 
 def plan(device, core):
-    """The launch of a loop of at least one lane, or None where there is no kernel.
+    """The launch of a loop of at least one lane.
+
+    Raises: TooLarge, which says what is beyond the limits of a kernel.
 
     Operands are those that `core` reads: constants, initial carries. Results are `core.results`.
     """
-    program = core.program
-    lanes = math.prod(d.size for d in program.dims)
-    size = core.function.size + core.condition.size
-    if (
-        len(core.consts) + 2 * len(core.carries) > MOST_ARRAYS
-        or bytes_of_arguments(core) > MOST_BYTES
-        or lanes >= 1 << 31
-    ):
-        return None
-    if size > functor.MOST:
-        functor.warn_of_size(program.label, size)
-        return None
+    check(core, core.size)
+    lanes = math.prod(d.size for d in core.program.dims)
     source, maps = core.source(NAME, 1)
-    if any(len(groups) > define.MAP_RANK for groups in maps):
-        return None
     rounds = max(1, min(tuning.WHILE_ROUNDS, lanes // (tuning.WHILE_THREADS * device.sm_count)))
     threads = 32 * ceil_div(lanes, 32 * rounds)
     block = tuning.THREADS if threads >= tuning.THREADS * 2 * device.sm_count else tuning.FEW_THREADS
