@@ -13,6 +13,7 @@ import jaxkern
 from jaxkern._core import compat, registry
 
 REDUCTIONS = ("index_add", "segment_sum", "segment_mean", "segment_max", "segment_min", "segment_prod")
+COMPOSED = {"segment_mean": "segment_sum"}  # of the kernels of another operation, whose algorithms run it
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64", "uint32")
 INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

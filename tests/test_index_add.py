@@ -176,8 +176,8 @@ def test_few_updates(dtype, rows, width, count):
 @every_reduction
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_propagate_as_in_jax(operation, bad):
-    if operation == "segment_mean":
-        pytest.skip("jax.ops has no mean")
+    if operation != "index_add" and not hasattr(jax.ops, operation):
+        pytest.skip("jax.ops has no such function")
     source = np.random.default_rng(0).normal(size=(40, 70)).astype(np.float32)
     source[5, 3], source[7, 69], source[8, 3] = bad, bad, 1
     index = indices(4, 40, kind="uniform")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from indexed import (
+    COMPOSED,
     FLOATS,
     INTEGERS,
     REDUCTIONS,
@@ -100,7 +101,7 @@ def test_every_plan(plan, dtype, operation):
     hints = dict(indices_are_sorted=plan == "sorted", unique_indices=plan == "unique", deterministic=plan != "atomic")
     if operation != "index_add":
         hints.pop("deterministic")
-    asked = {"segment_mean": "segment_sum"}.get(operation, operation)
+    asked = COMPOSED.get(operation, operation)
     if plan not in algorithms.names(asked):
         pytest.skip("of other operations")
     problem = dict(sorted=plan == "sorted", unique=plan == "unique", deterministic=plan != "atomic")

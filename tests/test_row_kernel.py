@@ -252,6 +252,7 @@ def test_the_same_bits_in_every_run():
         (lambda x: x * 2 + jnp.sum(x, 0), "along the axis of the row alone, with keepdims=True"),
         (lambda x: x[:, :2], "slice"),
         (lambda x: x + x.T, "transpose"),
+        (lambda x: x.sum(0) + x.sum(1), "whose operand has two dimensions"),
         (lambda x: x.reshape(-1), "reshape"),
     ],
 )

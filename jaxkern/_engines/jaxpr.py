@@ -229,13 +229,14 @@ class Flat:
             if isinstance(v, Value):
                 v.dims = tuple(d and d.same() for d in v.dims)
         for step in self.steps:
-            for v in step.results:
-                if len(v.set()) < sum(d is not None for d in v.dims):
+            for v in (*step.results, *step.operands):
+                if isinstance(v, Value) and len(v.set()) < sum(d is not None for d in v.dims):
                     self._doubled(step, v)
 
     def _doubled(self, step, v):
-        """Called for a result of a step that has a dimension twice."""
-        self.fail(step, "whose result has two dimensions that must be equal elsewhere")
+        """Called for a result or an operand of a step that has a dimension twice."""
+        which = "result" if v in step.results else "operand"
+        self.fail(step, f"whose {which} has two dimensions that must be equal elsewhere")
 
     def unite_step(self, step):
         name, out, params = step.name, step.result, step.params

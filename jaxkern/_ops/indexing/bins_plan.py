@@ -14,7 +14,9 @@ BIN_SHAPE = Params("indexing/bins.cuh", "BinShape")
 
 def bin_chunk(positions, bins) -> int:
     """Positions of a block."""
-    return power_of_two(positions // (512 if bins > tuning.BINS else 1024), 4096, 32768)
+    return power_of_two(
+        positions // (tuning.WIDE_CHUNKS if bins > tuning.BINS else tuning.BIN_CHUNKS), *tuning.BIN_CHUNK
+    )
 
 
 def bin_bytes(bins, copies) -> int:
@@ -27,11 +29,11 @@ def bin_bytes(bins, copies) -> int:
 
 def windows_of(slices, rows, count) -> int:
     """The number of blocks if each takes tuning.BIN_WINDOW rows of a slice and reads all of its updates; 0 if that is slower."""
-    most_read = 1 << 23  # indices that all blocks read together, from L2
-    if rows > tuning.BINS or count > (1 << 17 if rows > 32 else tuning.FEW_UPDATES):
+    if rows > tuning.BINS or count > (tuning.WINDOW_UPDATES if rows > tuning.WINDOW_ROWS else tuning.FEW_UPDATES):
         return 0
     windows = ceil_div(rows, tuning.BIN_WINDOW)
-    return windows if slices * windows <= 512 and slices * windows * count <= most_read else 0
+    few = slices * windows <= tuning.WINDOW_BLOCKS and slices * windows * count <= tuning.WINDOW_READ
+    return windows if few else 0
 
 
 def narrow(p, run, fills, aligned, scratch):

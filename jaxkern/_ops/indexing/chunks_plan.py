@@ -20,7 +20,7 @@ def reduces_tiles(algorithm, p) -> bool:
     if algorithm != "sorted" or p.batch != 1 or p.inner > 2**31 - 1:
         return False
     # Column tiles of long rows are faster if elements are too small to be loaded one by one.
-    odd = p.row_bytes % 16 != 0 and (p.row_bytes <= 512 or p.size < 4)
+    odd = p.row_bytes % 16 != 0 and (p.row_bytes <= tuning.ODD_ROW_BYTES or p.size < 4)
     return p.inner <= tuning.NARROW_INNER or odd
 
 
@@ -39,24 +39,23 @@ def in_flight(p) -> int:
     threads for that, and each row of x that is read delays the updates after it."""
     if p.row_bytes % 16 != 0:
         return 8
-    many_rows = p.adds and p.count < 32 * p.rows
+    many_rows = p.adds and p.count < tuning.MANY_ROWS * p.rows
     return 4 if p.size > 2 or many_rows else 8
 
 
 def chunk_of(p) -> int:
     """Positions of a chunk of ReduceChunks."""
-    multiprocessors = 128  # a few less than there are: whole waves of threads
     whole, under_way = p.row_bytes % 16 == 0, in_flight(p)
     blocks = 4 if not whole else 8 if p.size > 2 else 7 if under_way == 4 else 5  # ReduceBlocks
-    wave = multiprocessors * blocks * tuning.REDUCE_THREADS
+    wave = tuning.MULTIPROCESSORS * blocks * tuning.REDUCE_THREADS
     lanes = p.positions * p.outer * ceil_div(p.row_bytes, 16)
-    least, most = 16, 500
+    least, most = tuning.CHUNK
     # One wave has the fewest chunk edges, but waits for its slowest thread. More waves are better if threads differ much in
     # how many long rows they write, and if there are many short rows.
     waves = max(1, ceil_div(lanes, most * wave))
-    if whole and p.size == 2 and p.row_bytes >= 8192:
+    if whole and p.size == 2 and p.row_bytes >= tuning.LONG_ROW_BYTES:
         waves = max(waves, 2)
-    if whole and p.size > 2 and lanes >= 3 * 64 * wave:
+    if whole and p.size > 2 and lanes >= 3 * tuning.MANY_CHUNK * wave:
         waves = max(waves, 3)
     # Odd, so that concurrent chunks do not all use the same memory channels.
     return min(max(ceil_div(lanes, waves * wave), least), most) | 1
@@ -72,7 +71,7 @@ class Tile(typing.NamedTuple):
 
 def tile_of(inner, size) -> Tile:
     n, column_tile, pitch = 16 // size, inner, inner
-    if inner * size > 512:
+    if inner * size > tuning.ODD_ROW_BYTES:
         # Column tiles of equal width that tuning.TILE_PACKS vectors hold, wherever they begin. From one position to the next the
         # vectors of a column tile shift as the vectors of source do, and the vectors of two positions never overlap.
         column_tile = ceil_div(inner, ceil_div(inner, (tuning.TILE_PACKS - 1) * n + 1))
@@ -86,8 +85,8 @@ def tile_of(inner, size) -> Tile:
 
 def tile_places(p) -> int:
     """The number of positions of a tile such that tiles of about equal length fill whole waves."""
-    wave, least, tile = 640, 256, tile_of(p.inner, p.size)
-    wave = max(wave // (p.outer * ceil_div(p.inner, tile.columns)), 1)
+    least, tile = tuning.LEAST_TILE, tile_of(p.inner, p.size)
+    wave = max(tuning.TILE_WAVE // (p.outer * ceil_div(p.inner, tile.columns)), 1)
     tiles = ceil_div(ceil_div(p.positions, tile.places), wave) * wave
     return min(max(ceil_div(p.positions, tiles), min(least, tile.places)), tile.places)
 
@@ -193,8 +192,8 @@ def range_shape(run, vectors, size, gaps):
     part, positions = run.indices.part, run.indices.positions
     # If most rows receive updates, a warp can check more rows and positions.
     dense = positions >= run.indices.dropped
-    tile_bytes, most = 64 * 1024, 256
-    rows = power_of_two((16 if dense else 8) * 1024 // (vectors * size), 1, most)
+    checked, tile_bytes = tuning.DENSE_BYTES if dense else tuning.SPARSE_BYTES, tuning.RANGE_COLUMN_BYTES
+    rows = power_of_two(checked // (vectors * size), 1, tuning.RANGE_ROWS)
     column_tile = tile_bytes // size if vectors * size > 2 * tile_bytes else vectors
     column_tiles, slice_ranges = ceil_div(vectors, column_tile), ceil_div(part.rows, rows)
     ranges = part.batch * slice_ranges
@@ -300,10 +299,10 @@ def fixup(p, shape):
     lanes = tuning.FIXUP_LANES if vectors >= 5 else 4 if vectors >= 3 else vectors
     column_tiles, pieces = ceil_div(vectors, lanes), ceil_div(chunks, tuning.FIXUP_CHUNKS)
     # One wave of blocks; most find nothing to do.
-    each = min(ceil_div(pieces * column_tiles * p.outer, 512), pieces) * tuning.FIXUP_CHUNKS
+    each = min(ceil_div(pieces * column_tiles * p.outer, tuning.FIXUP_BLOCKS), pieces) * tuning.FIXUP_CHUNKS
     step = ceil_div(chunks, each)
-    # If the longest run would make one warp wait for memory more than 24 times.
-    grouped = chunks > 24 * (8 if wide else 16) * WARP // lanes
+    # If the longest run would make one warp wait for memory too often.
+    grouped = chunks > tuning.FIXUP_WAITS * (8 if wide else 16) * WARP // lanes
     steps = []
     if grouped:
         groups = (chunks - 1) // tuning.HEAD_GROUP - 1

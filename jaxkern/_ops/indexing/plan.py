@@ -76,7 +76,7 @@ def choose(p: Problem, device=None) -> str:
     if _small_pays(p):
         return "small"
     # Atomics win if there are too few updates to amortise a sort, and lose if rows receive many updates.
-    if fits("atomic", p) and p.batch * p.count <= 16384:
+    if fits("atomic", p) and p.batch * p.count <= tuning.ATOMIC_UPDATES:
         return "atomic"
     if p.sorted:
         return "sorted"
@@ -87,17 +87,17 @@ def choose(p: Problem, device=None) -> str:
 
 def _small_pays(p):
     """Each update is compared with all others of its slice, once per 4 KB of its row."""
-    compares = p.batch * p.outer * p.count * p.count * ceil_div(p.row_bytes, 4096)
-    return p.count <= tuning.SMALL_COUNT and (p.count <= 64 or compares <= 16e6)
+    compares = p.batch * p.outer * p.count * p.count * ceil_div(p.row_bytes, tuning.SMALL_ROW_BYTES)
+    return p.count <= tuning.SMALL_COUNT and (p.count <= tuning.SMALL_ALWAYS or compares <= tuning.SMALL_COMPARISONS)
 
 
 def _narrow_pays(p):
     positions = p.batch * p.outer * p.count
-    if p.rows <= tuning.BINS and p.count >= 4 * p.rows and positions >= 4096:
+    if p.rows <= tuning.BINS and p.count >= tuning.NARROW_EACH * p.rows and positions >= tuning.NARROW_UPDATES:
         return True
     if p.count <= tuning.FEW_UPDATES and windows_of(p.batch * p.outer, p.rows, p.count):
         return True
-    return (p.outer == 1 or p.rows <= tuning.WIDE_BINS) and positions >= 1 << 18 and p.count >= p.rows
+    return (p.outer == 1 or p.rows <= tuning.WIDE_BINS) and positions >= tuning.NARROW_MANY and p.count >= p.rows
 
 
 # ---- the launches of an algorithm
@@ -179,9 +179,13 @@ def small(p, run, fills, aligned):
         and run.indices.part.batch * p.outer == 1
     ):
         # No more warps than run at once, so that they load little too early.
-        each = next(e for e in (1, 2, 4) if e == tuning.SMALL_VECTORS or ceil_div(vectors, WARP * e) * count <= 2048)
+        each = next(
+            e
+            for e in (1, 2, 4)
+            if e == tuning.SMALL_VECTORS or ceil_div(vectors, WARP * e) * count <= tuning.SUMS_AT_ONCE
+        )
         column_tiles = ceil_div(vectors, WARP * each)
-        if column_tiles * count <= 4096:
+        if column_tiles * count <= tuning.SUMS_WARPS:
             words = 4 if count <= 4 * WARP else 32
             args = struct(
                 run.indices.buffer,
@@ -198,8 +202,8 @@ def small(p, run, fills, aligned):
                     "small", f"SmallSums<{dtype}, {n}, {words}>", [args], (column_tiles, groups), 256, shared(words, 0)
                 )
             ]
-    each = 1
-    while each < tuning.SMALL_VECTORS and vectors * positions * p.outer > WARP * each * 4096 and vectors > WARP * each:
+    each, most = 1, WARP * tuning.SMALL_WARPS_AT_ONCE
+    while each < tuning.SMALL_VECTORS and vectors * positions * p.outer > most * each and vectors > WARP * each:
         each *= 2
     column_tiles, words = ceil_div(vectors, WARP * each), ceil_div(count, WARP)
     blocks = column_tiles * groups * run.indices.part.batch * p.outer

@@ -246,7 +246,7 @@ class Digits(typing.NamedTuple):
 
 def digits(positions: int, low: int, high: int) -> Digits:
     passes = ceil_div(max(high - low, 0), RADIX_BITS)
-    tile = SMALL_TILE if positions < 1 << 19 else TILE if positions < 1 << 22 else LARGE_TILE
+    tile = SMALL_TILE if positions < tuning.FEW_PAIRS else TILE if positions < tuning.MANY_PAIRS else LARGE_TILE
     return Digits(passes, ceil_div(high - low, passes) if passes else 0, tile, ceil_div(positions, tile))
 
 

@@ -101,7 +101,9 @@ def _held(p: Problem, device) -> tuple[int, int] | None:
             if p.backward or p.vectors <= tuning.BLOCK_HELD * tuning.BLOCK_THREADS
             else tuning.MOST_THREADS
         ):
-            few = 0 if threads >= 128 else 1  # whose blocks are short: as if an eighth of them were idle
+            few = (
+                0 if threads >= tuning.SHORT_THREADS else 1
+            )  # whose blocks are short: as if an eighth of them were idle
             cost = held * threads * (8 + few), abs(held - wanted)
             if p.backward:
                 blocks = _resident(p, device, ceil_div(p.width // p.pack, threads), threads, threads)

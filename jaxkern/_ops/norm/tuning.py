@@ -9,6 +9,7 @@ numbers were not measured.
 WARP_PACKS = 8
 FORWARD_THREADS = 128  # of a block whose rows belong to lanes
 BACKWARD_THREADS = 256  # the same for gradients; 128 if rows are long
+SHORT_THREADS = 128  # blocks of fewer are short
 BLOCK_THREADS = 512  # at most, of a block per row
 MOST_THREADS = (
     1024  # the same forward, for rows that need it [norm and quantisation, float32 8192 x 32768: 373 us, 753 streaming]
@@ -23,7 +24,7 @@ BUSY_THREADS, RESIDENT_THREADS = 480, 1024
 CLUSTERS = (2, 4, 8, 16)
 CLUSTER_VECTORS = 512  # per block, at least, where there are few rows
 STAGES = 4  # rows of a thread in shared memory
-STREAM_THREADS, COLUMN_THREADS, SUMS_COLUMNS, SUMS_THREADS = 512, 128, 32, 512
+STREAM_THREADS, COLUMN_THREADS, SUMS_COLUMNS, SUMS_THREADS = 512, 128, 32, 512  # of a block
 
 # Which kernels run.
 WARP_VECTORS = 128  # of a row that lanes of a warp hold

@@ -116,12 +116,12 @@ def cut_of(p: Problem) -> Cut:
         spans = _tile(p.inner, p.itemsize).spans
         places = spans - spans // 3
         return Cut(False, places * _span(p.itemsize), (spans - places) * _span(p.itemsize))
-    # About 8000 warps, if there is work for so many; one segment may keep a warp busy half as long as all work takes.
+    # One segment may keep a warp busy half as long as all work takes.
     work = p.count * p.outer * ceil_div(row_bytes, 128)
-    places, lookahead = 32, 64
-    while places < 128 and places * 2 * 8192 <= work:
+    (places, most), (lookahead, farthest) = tuning.WALK_PLACES, tuning.WALK_LOOKAHEAD
+    while places < most and places * 2 * tuning.WALK_WARPS_ALL <= work:
         places *= 2
-    while lookahead < 1024 and lookahead * 2 * 4096 <= work:
+    while lookahead < farthest and lookahead * tuning.WALK_WARPS_ALL <= work:
         lookahead *= 2
     # Not a power of two: tiles that are walked side by side must not all lie in the same memory channels.
     return Cut(True, places + 16, lookahead)

@@ -1,0 +1,59 @@
+"""Numbers that were tuned are named, in the file tuning.py of their family, and each says what it counts."""
+
+import ast
+import functools
+import pathlib
+
+import pytest
+
+import jaxkern
+
+FOLDER = pathlib.Path(jaxkern.__file__).parent / "_ops"
+FAMILIES = (
+    "elementwise",
+    "group_norm",
+    "indexing",
+    "linear_cross_entropy",
+    "messages",
+    "norm",
+    "segment_softmax",
+    "select",
+)
+LARGEST = 16  # bytes of a vector; what exceeds it and is no limit of an integer type was tuned
+LIMITS = {2**k + less for k in (16, 30, 31, 32, 63) for less in (0, -1)}
+OF_GPUS = {90, 227 * 1024, 2**31 - 2}  # compute capability and shared memory from which there are clusters
+
+
+def compared(tree):
+    """The numbers that a module compares something with."""
+    for node in ast.walk(tree):
+        for side in (node.left, *node.comparators) if isinstance(node, ast.Compare) else ():
+            names = any(
+                isinstance(part, (ast.Name, ast.Call, ast.Attribute, ast.List, ast.Tuple)) for part in ast.walk(side)
+            )
+            value = None if names else eval(ast.unparse(side))
+            if isinstance(value, (int, float)):
+                yield node.lineno, value
+
+
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_thresholds_have_names(family):
+    paths = [p for p in FOLDER.glob(f"{family}/*.py") if p.stem.endswith("plan") or p.stem in ("problem", "sort")]
+    assert paths or family == "select"
+    numbers = [(p.name, *found) for p in paths for found in compared(parsed(p))]
+    assert not [found for found in numbers if found[2] > LARGEST and found[2] not in LIMITS | OF_GPUS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_say_what_they_count(family):
+    path = FOLDER / family / "tuning.py"
+    lines = ["", *path.read_text().split("\n")]
+    for node in parsed(path).body:
+        if isinstance(node, ast.Assign):
+            own = "\n".join(lines[node.lineno : node.end_lineno + 1])
+            assert "#" in own or lines[node.lineno - 1].startswith("#"), own
