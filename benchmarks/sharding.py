@@ -282,6 +282,12 @@ def _timing_of(call: Callable[[], Any], repeats: int) -> _timing.Timing:
     return _timing.Timing([seconds(count) / count * 1e6 for _ in range(repeats)], "host")
 
 
+def _sent(text: str) -> dict[str, int]:
+    """Kind of message -> how many a compiled program sends."""
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return dict(collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
+
+
 def run(arguments: Any) -> dict[str, Any]:
     """Measures; what goes to the result file."""
     gpu = _run.backend() == "gpu"
@@ -305,23 +311,7 @@ def run(arguments: Any) -> dict[str, Any]:
         if case
     }
     concurrent.futures.wait([future for futures in programs.values() for future in futures.values()])
-    for name, case in _timing.progress(list(chosen.items()), len(chosen), "measure sharding"):
-        alone: dict[str, float] = {}
-        for n in counts:
-            times, sent, handlers = {}, {}, []
-            calls = _calls(case, n, programs[name]) if case else _step_calls(n, small)
-            for who, (call, text) in calls.items():
-                handlers += re.findall(r'custom_call_target="(jaxkern\w*)"', text)
-                times[who] = _timing_of(call, repeats)
-                sent[who] = dict(
-                    collections.Counter(
-                        re.findall(
-                            r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text
-                        )
-                    )
-                )
-            rows.append(_row(name, case, n, times, sent, alone, gpu) | {"handlers": sorted(set(handlers))})
-    return {
+    data = {
         "format": 1,
         "operation": OPERATION,
         "environment": _run.environment() | {"clock": "host", "devices": counts},
@@ -329,6 +319,24 @@ def run(arguments: Any) -> dict[str, Any]:
         "results": rows,
         "checks": [],
     }
+    try:
+        for name, case in _timing.progress(list(chosen.items()), len(chosen), "measure sharding"):
+            alone: dict[str, float] = {}
+            for n in counts:
+                times, sent, handlers = {}, {}, []
+                calls = _calls(case, n, programs[name]) if case else _step_calls(n, small)
+                for who, (call, text) in calls.items():
+                    handlers += re.findall(r'custom_call_target="(jaxkern\w*)"', text)
+                    times[who] = _timing_of(call, repeats)
+                    sent[who] = _sent(text)
+                rows.append(_row(name, case, n, times, sent, alone, gpu) | {"handlers": sorted(set(handlers))})
+            if arguments.out is not None:
+                _report.save(data, arguments.out)  # XLA compiles the training step for a minute and is not interrupted
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        print(f"benchmarks: interrupted; {len(rows)} results are kept", file=sys.stderr)
+    return data
 
 
 def _row(name, case, n, times, sent, alone, gpu) -> dict[str, Any]:

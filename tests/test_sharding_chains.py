@@ -32,7 +32,10 @@ def loss(f):
 
 @several
 def test_taken_in_shard_map():
-    """Edges split over devices, the sums added: each device has a kernel for its edges, forward and backward."""
+    """Edges split over devices, the sums added: each device has a kernel for its edges, forward and backward.
+
+    On a GPU the gradient of such narrow rows is a scatter alone, in no fixed order.
+    """
     m = mesh(names=("r",))
     part = lambda *args: jax.lax.psum(layer(*args), "r")
     mapped = jax.shard_map(part, mesh=m, in_specs=(P(), P("r"), P("r"), P("r")), out_specs=P())
@@ -40,9 +43,10 @@ def test_taken_in_shard_map():
     plain = f(*graph())
     with forced:
         own = f(*graph())
-        taken = [d.reason for d in jaxkern.explain(f, PLATFORM)(*graph()).taken]
+        taken = [d.reason for d in jaxkern.explain(f, PLATFORM)(*graph()).taken if d.operation == "scatter_add"]
     same(own, plain, 1e-4)
-    assert sum("one message kernel" in reason for reason in taken) == 2, taken
+    assert len(taken) == 2
+    assert sum("one message kernel" in reason for reason in taken) == (1 if PLATFORM == "cuda" else 2), taken
 
 
 @several

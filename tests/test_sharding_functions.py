@@ -12,6 +12,8 @@ from sharding import mesh, messages, same, several
 
 import jaxkern
 
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
 
 def gate(x, y, b):
     return jax.nn.gelu(x * y + b) * jax.nn.relu(x)

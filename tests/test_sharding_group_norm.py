@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharding import check, every_mesh, mesh, put, same, several, split_by
+from sharding import TOLERANCE, check, every_mesh, mesh, put, same, several, split_by
 
 import jaxkern
 
@@ -33,6 +33,12 @@ def step(name):
     return f
 
 
+def close(found, wanted):
+    """Errors are relative to the largest element: in gradients of scale and bias, sums of a thousand numbers, much cancels."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * np.abs(b).max())
+
+
 @several
 @every_mesh
 @pytest.mark.parametrize("name", NAMES)
@@ -43,7 +49,7 @@ def test_splits(shape_of_mesh, name, spec):
     args = put(m, arrays(), (spec,) * 2 + (P(),) * 2)
     outputs = NamedSharding(m, spec), (NamedSharding(m, spec), *(NamedSharding(m, P()),) * 2)
     f = jax.jit(step(name), out_shardings=outputs).lower(*args).compile()
-    same(f(*args), jax.jit(step(name))(*arrays()))
+    close(f(*args), jax.jit(step(name))(*arrays()))
     cut = split_by(m, spec[:3] if name == "batch_norm" else spec[1:3], ("r", "c"))
     channels = split_by(m, spec[3:], ("r", "c"))
     # Statistics; the sums of a sample, then of dscale and dbias over samples; two parameters that have the split of x.
@@ -58,7 +64,7 @@ def test_explicit_axes(name, spec):
     m = mesh("Explicit")
     with jax.sharding.use_mesh(m) if hasattr(jax.sharding, "use_mesh") else jax.set_mesh(m):
         found = jax.jit(step(name))(*put(m, arrays(), (spec,) * 2 + (P(),) * 2))
-    same(found, jax.jit(step(name))(*arrays()))
+    close(found, jax.jit(step(name))(*arrays()))
 
 
 @several
@@ -90,7 +96,7 @@ def test_shard_map_with_replicated_scale(name):
     found, wanted = (
         jax.jit(jax.grad(lambda *a, h=h: (h(*a) * g).sum(), (0, 1, 2)))(x, scale, bias) for h in (mapped, parts)
     )
-    same(found, wanted)
+    close(found, wanted)
 
 
 @several
@@ -104,4 +110,4 @@ def test_examples_that_do_not_divide():
     ):
         g = lambda x, s, f=f: f(split(x), s)
         found, wanted = (jax.jit(jax.value_and_grad(h, (0, 1)))(x, jnp.ones(6)) for h in (g, f))
-        same(found, wanted)
+        close(found, wanted)

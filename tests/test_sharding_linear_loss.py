@@ -13,6 +13,8 @@ from sharding import mesh, messages, put, same, several
 import jaxkern
 from jaxkern import algorithms
 
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
 ROWS, WIDTH, VOCABULARY = 32, 8, 64
 IGNORED = 5  # a class
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": IGNORED, "soft_cap": 3.0}

@@ -12,6 +12,8 @@ from sharding import DEVICES, mesh, messages, put, several
 
 import jaxkern
 
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
 
 def rms_norm(x, scale):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale

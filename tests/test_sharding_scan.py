@@ -17,6 +17,8 @@ from sharding import mesh, messages, put, same, several
 
 import jaxkern
 
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
 SHAPE, LENGTH = (4, 8), 16
 
 
