@@ -88,6 +88,24 @@ ACROSS = [
         "float32",
         False,
     ),
+    # Rows side by side are no whole packs.
+    ("odd softmax", lambda x, w: jax.nn.softmax(x * w, 1), (2, 30, 205), (30, 1), "bfloat16", True),
+    (
+        "odd cluster",
+        lambda x, w: x * jax.lax.rsqrt(jnp.mean(x * x, 1, keepdims=True)) * w,
+        (2, 45, 227),
+        (45, 1),
+        "float32",
+        True,
+    ),
+    (
+        "odd total",
+        lambda x, w: (jax.nn.log_softmax(x + w, 1), jnp.sum(x * x), jnp.argmax(x, 1)),
+        (2, 50, 2, 49),
+        (2, 50, 1, 1),
+        "float32",
+        False,
+    ),
 ]
 
 
@@ -98,8 +116,10 @@ ACROSS = [
 def test_strided_kernels_on_the_cpu(name, f, shape, of_w, dtype, gradient, algorithm, monkeypatch):
     monkeypatch.setattr(tuning, "GROUPED_BLOCKS", 2)
     monkeypatch.setattr(tuning, "SUM_GROUPS", 2)
-    if name == "total":
+    if "total" in name:
         monkeypatch.setattr(tuning, "STRIDED_HELD", ())
+    if "cluster" in name:
+        monkeypatch.setattr(tuning, "STRIDED_HELD", ((256, 2, 1),))
     args = operands("x", shape, dtype) + operands("x", of_w, dtype, 1)
     function, _, _ = trace(f, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args], 1 - len(shape), name)
     if gradient:
@@ -108,7 +128,8 @@ def test_strided_kernels_on_the_cpu(name, f, shape, of_w, dtype, gradient, algor
     assert len(function.used()) == len(args)
     found = planned(function, algorithm, SMALL)
     assert found.algorithm == algorithm
-    assert (found.launches[0].cluster > 1) == (name == "norm" and algorithm == "strided")
+    assert (found.launches[0].cluster > 1) == (name in ("norm", "odd cluster") and algorithm == "strided")
+    assert found.launches[0].name.endswith("true>") == ("odd" in name)
     check(found, function, args, dtype)
 
 

@@ -1,6 +1,6 @@
 // Row functions of rows that are not contiguous: the row is not the last dimension of its arrays.
 //
-//     StridedRowsKernel<F, N, kLanes, kPacks, kThreads, kMinBlocks, kBlocks, kStage, kStreams, kSame>
+//     StridedRowsKernel<F, N, kLanes, kPacks, kThreads, kMinBlocks, kBlocks, kStage, kStreams, kSame, kShifted>
 //     JoinPartsKernel<F, kStage, kLanes, kThreads>
 //
 // F and its stages are as in rows.cuh. Rows that are adjacent in memory are computed together: a thread reads the same element of N
@@ -22,8 +22,15 @@
 // them in order.
 // Bit k of kSame: array k of rows is the same in rows that are adjacent.
 // On entry: rows start on N elements in all other arrays, and the number of adjacent rows is a multiple of N.
+//
+// kShifted: any number of adjacent rows. The elements of a row start at different places of a pack then, but the elements of one group
+// all start at the same place, because the number of groups times the number of adjacent rows is a multiple of N. So each group
+// reads aligned packs, which start up to N - 1 rows before the tile, and a thread has the same rows in all of them. Rows
+// before and behind the tile are not stored; a tile has kLanes * N - N + 1 rows, which all groups have. All arrays but those of kSame
+// have the same shape.
 #pragma once
 
+#include "groups.cuh"
 #include "rows.cuh"
 
 namespace jaxkern {
@@ -35,75 +42,8 @@ template <class F> struct StridedRowArgs {
   int64_t row_stride[Engine::kRows + 1], result_stride[Engine::kResults + 1];
   void* partial[F::kStages + 1];  // of each stage: Partial<s>[parts + 1][rows], joined in the last of them
   int64_t tiles, parts, each;     // each: elements of a part, at most
+  int64_t adjacent;               // rows that lie side by side
 };
-
-// Shared memory of a block, where JoinGroups combines N * kLanes partial results.
-template <class F, int N, int kLanes, int kThreads, int kBlocks> struct GroupRoom {
-  static constexpr int kWarps = kThreads / kWarp, kColumns = N * kLanes;
-  static constexpr int kWords = (RowStages<F>::template LargestPartial<0>() * kColumns + 7) / 8 + 1;
-  uint64_t of_warps[kWarps * kWords], joined[kWords], of_blocks[2][kBlocks > 1 ? kBlocks * kWords : 1];
-};
-
-// Writes a value to the shared memory of a block of the cluster, where it is known after SyncBlocks.
-template <class P, class Room>
-__device__ __forceinline__ void StoreToBlock(P* at, const P& value, const Room& room, uint32_t rank) {
-#ifdef JAXKERN_EMULATED
-  memcpy(emulated::Peer(at, room, rank), &value, sizeof value);
-#elif defined(JAXKERN_HAS_BULK_COPY)
-  uint32_t remote, words[sizeof(P) / 4];
-  memcpy(words, &value, sizeof value);
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(SharedAddress(at)), "r"(rank));
-#pragma unroll
-  for (int w = 0; w < static_cast<int>(sizeof(P) / 4); ++w)
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote + 4 * w), "r"(words[w]) : "memory");
-#endif
-}
-__device__ __forceinline__ void SyncBlocks() {
-  __syncwarp();
-#ifdef JAXKERN_EMULATED
-  emulated::Wait(emulated::kAtCluster);
-#elif defined(JAXKERN_HAS_BULK_COPY)
-  SyncCluster();
-#endif
-}
-
-// Combines the partial results of stage s of all groups of a block or cluster, N from each thread; all threads of a lane get the
-// result. The room may be used for the next stage at once. ArriveOpened precedes the first call.
-template <class F, int s, int N, int kLanes, int kThreads, int kBlocks>
-__device__ __forceinline__ void JoinGroups(typename RowStages<F>::template Partial<s> (&sum)[N],
-                                           GroupRoom<F, N, kLanes, kThreads, kBlocks>& room) {
-  using Partial = typename RowStages<F>::template Partial<s>;
-  constexpr int kWarps = kThreads / kWarp, kColumns = N * kLanes;
-  const typename RowStages<F>::template Combine<s> combine;
-  const int lane = threadIdx.x % kLanes;
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum[i] = combine.template Lanes<kWarp, kLanes>(sum[i]);
-  Partial* const of_warps = reinterpret_cast<Partial*>(room.of_warps);
-  Partial* const of_blocks = reinterpret_cast<Partial*>(room.of_blocks[s % 2]);
-  Partial* const joined = reinterpret_cast<Partial*>(room.joined);
-  if (threadIdx.x % kWarp < kLanes) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) of_warps[threadIdx.x / kWarp * kColumns + i * kLanes + lane] = sum[i];
-  }
-  __syncthreads();
-  if constexpr (s == 0) WaitOpened<kBlocks>();
-  for (int c = threadIdx.x; c < kColumns; c += kThreads) {
-    const Partial all = combine.All(of_warps + c, kColumns, kWarps);
-    if constexpr (kBlocks == 1) {
-      joined[c] = all;
-    } else {
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) StoreToBlock(&of_blocks[blockIdx.x % kBlocks * kColumns + c], all, room, b);
-    }
-  }
-  if constexpr (kBlocks > 1) {
-    SyncBlocks();
-    for (int c = threadIdx.x; c < kColumns; c += kThreads) joined[c] = combine.All(of_blocks + c, kColumns, kBlocks);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum[i] = joined[i * kLanes + lane];
-}
 
 // The numbers of a row after stage s and all after it, up to `kEnd`, from what JoinPartsKernel left in scratch.
 template <class F, int s, int kEnd>
@@ -116,7 +56,8 @@ __device__ __forceinline__ void JoinedNumbers(const StridedRowArgs<F>& a, int64_
   }
 }
 
-template <class F, int N, int kLanes, int kPacks, int kThreads, int kBlocks, int kStage, bool kStreams, uint32_t kSame>
+template <class F, int N, int kLanes, int kPacks, int kThreads, int kBlocks, int kStage, bool kStreams, uint32_t kSame,
+          bool kShifted>
 struct StridedRows {
   using Engine = RowEngine<F>;
   using Stages = typename Engine::Stages;
@@ -127,24 +68,35 @@ struct StridedRows {
   static constexpr int kRows = Engine::kRows, kResults = Engine::kResults;
   static constexpr int kGroups = kThreads / kLanes, kTile = kGroups * kPacks;  // elements of all groups at a time
   static constexpr bool kAlone = kStage < 0;                                   // the block computes all of its rows
+  static constexpr int kTileRows = kLanes * N - N + 1;                         // with kShifted
 
   const StridedRowArgs<F>& a;
-  GroupRoom<F, N, kLanes, kThreads, kBlocks>& room;
+  GroupRoom<F, N, kLanes, kThreads, kBlocks, kShifted>& room;
   int64_t at[kRows + 1], to[kResults + 1], row, tile;
   int begin, end;  // elements of this block
   bool live;
+  int shift, low, high;  // with kShifted: rows [low, high) of the N of this thread are in the tile
+  bool over;             // the last pack of this thread ends beyond the arrays
   ReadPolicy policy;
   Numbers n[N];
   typename Engine::template Held<N, 1> held[kPacks];
 
-  // Calls f(k, element) for the elements of this thread among the kTile from `first` on.
-  template <class Do> __device__ __forceinline__ void Each(int first, Do f) {
+  // Whether row i of the N of this thread is in the tile.
+  __device__ __forceinline__ bool Has(int i) const { return kShifted ? i >= low && i < high : live; }
+  // Its index; of another row if it is not in the tile.
+  __device__ __forceinline__ int64_t RowOf(int i) const {
+    return kShifted ? min(max(row + i, int64_t{0}), a.rows.rows - 1) : row + i;
+  }
+
+  // Calls f(k, element) for the elements of this thread among the kTile from `first` on that are less than `bound`.
+  template <class Do> __device__ __forceinline__ void Each(int first, int bound, Do f) {
     const int own = first + static_cast<int>(threadIdx.x) / kLanes;
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
-      if (own + k * kGroups < end) f(k, own + k * kGroups);
+      if (own + k * kGroups < bound) f(k, own + k * kGroups);
     }
   }
+  template <class Do> __device__ __forceinline__ void Each(int first, Do f) { Each(first, end, f); }
   // Calls f(first) for all elements of this block, which are in registers then.
   template <class Do> __device__ __forceinline__ void EachTile(Do f) {
     if constexpr (kStreams) {
@@ -168,9 +120,30 @@ struct StridedRows {
           LoadOne<(kSame >> I & 1) != 0>(static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I])),
      ...);
   }
+  // The same for rows of the tile alone.
+  template <bool same, class R> __device__ __forceinline__ Pack<R, N> LoadPart(const R* from) {
+    if constexpr (same) return LoadOne<same>(from);
+    Pack<R, N> pack = ZeroPack<R, N>();
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (Has(i)) SetElement(pack, i, from[i]);
+    }
+    return pack;
+  }
+  template <class... R, size_t... I>
+  __device__ __forceinline__ void LoadPartOf(Packs& pack, int element, Types<R...>, std::index_sequence<I...>) {
+    ((At<I>(pack) =
+          LoadPart<(kSame >> I & 1) != 0>(static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I])),
+     ...);
+  }
   __device__ __forceinline__ void LoadAll(int first) {
-    Each(first,
+    Each(first, kShifted && over ? end - 1 : end,
          [&](int k, int element) { Load(held[k].x[0], element, typename F::Rows(), typename Engine::RowIndex()); });
+    if (kShifted && over) {
+      Each(first, [&](int k, int element) {
+        if (element == end - 1) LoadPartOf(held[k].x[0], element, typename F::Rows(), typename Engine::RowIndex());
+      });
+    }
   }
 
   template <int p, class... C, size_t... I, size_t... J>
@@ -232,7 +205,7 @@ struct StridedRows {
       for (int i = 0; i < N; ++i) {
         if constexpr (F::Pivots(s)) most[i] = sum[i].most.v0;
       }
-      JoinGroups<F, s>(sum, room);
+      JoinGroups<F, s, kShifted>(sum, room, shift);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         Stages::template After<s>(n[i], sum[i]);
@@ -265,9 +238,17 @@ struct StridedRows {
         F::Result(n[i], element, held[k].kept[0][i], WideElement(At<I>(held[k].x[0]), i)...,
                   Wide<C>(static_cast<const C*>(a.rows.column[J])[element])..., At<K>(value)[i]..., At<L>(term)...);
         (StoreElement(At<K>(y), i, At<K>(value)), ...);
-        ((At<L>(sum) += live ? At<L>(term) : S(0)), ...);
+        ((At<L>(sum) += Has(i) ? At<L>(term) : S(0)), ...);
       }
-      if (live) (StoreRowPack(static_cast<Y*>(a.rows.result[K]) + to[K] + element * a.result_stride[K], At<K>(y)), ...);
+      if (kShifted && (low > 0 || high < N)) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          if (Has(i))
+            ((static_cast<Y*>(a.rows.result[K])[to[K] + element * a.result_stride[K] + i] = Element(At<K>(y), i)), ...);
+        }
+      } else if (live) {
+        (StoreRowPack(static_cast<Y*>(a.rows.result[K]) + to[K] + element * a.result_stride[K], At<K>(y)), ...);
+      }
     }
     ((At<L>(sum) = ReduceLanes<kLanes>(At<L>(sum), [](S p, S q) { return p + q; })), ...);
     if (has && threadIdx.x % kLanes == 0)
@@ -298,6 +279,7 @@ struct StridedRows {
     if (live && threadIdx.x < kLanes) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
+        if (kShifted && !Has(i)) continue;
         if constexpr (Engine::kNumberResults > 0)
           Engine::StoreNumbers(a.rows, row + i, n[i], typename Engine::NumberResultIndex());
         if constexpr (Engine::kTotals > 0) Engine::AddTotals(n[i], totals, typename Engine::TotalIndex());
@@ -316,25 +298,41 @@ struct StridedRows {
     end = static_cast<int>(min(begin + a.each, a.rows.width));
     policy = MakeReadPolicy(a.rows.exceeds_l2);
     if constexpr (F::kStages > 0) ArriveOpened<kBlocks>();
-    const int64_t own = (tile * kLanes + threadIdx.x % kLanes) * N;
-    live = own < a.rows.rows;
-    row = live ? own : 0;
-    ((at[I] = MapRow<F::RowRank(I)>(a.rows.row_map[I], row)), ...);
-    ((to[K] = MapRow<F::ResultRank(K)>(a.rows.result_map[K], row)), ...);
+    if constexpr (kShifted) {
+      const int64_t side = (a.adjacent + kTileRows - 1) / kTileRows, outer = tile / side,
+                    first = tile % side * kTileRows;
+      const int64_t offset = outer * a.adjacent * a.rows.width + first;
+      shift = static_cast<int>((offset + (begin + threadIdx.x / kLanes) * a.adjacent) % N);
+      const int own = static_cast<int>(threadIdx.x % kLanes) * N - shift;  // of the first row, in the tile
+      low = max(0, -own), high = min(N, static_cast<int>(min(int64_t{kTileRows}, a.adjacent - first)) - own);
+      live = low < high;
+      row = outer * a.adjacent + first + own;
+      over = live && offset + own + (end - 1) * a.adjacent + N > a.rows.rows * a.rows.width;
+      ((at[I] = kSame >> I & 1 ? MapRow<F::RowRank(I)>(a.rows.row_map[I], outer * a.adjacent) : offset + own), ...);
+      ((to[K] = offset + own), ...);
+    } else {
+      const int64_t own = (tile * kLanes + threadIdx.x % kLanes) * N;
+      live = own < a.rows.rows;
+      row = live ? own : 0;
+      ((at[I] = MapRow<F::RowRank(I)>(a.rows.row_map[I], row)), ...);
+      ((to[K] = MapRow<F::ResultRank(K)>(a.rows.result_map[K], row)), ...);
+    }
     if constexpr (!kStreams) LoadAll(begin);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      n[i] = Engine::Begin(a.rows, row + i, typename Engine::NumberIndex(), std::make_index_sequence<F::kIndices>());
-      JoinedNumbers<F, 0, kStage>(a, row + i, n[i]);
+      n[i] = Engine::Begin(a.rows, RowOf(i), typename Engine::NumberIndex(), std::make_index_sequence<F::kIndices>());
+      JoinedNumbers<F, 0, kStage>(a, RowOf(i), n[i]);
     }
     if constexpr (kStage >= 0 && kStage < F::kStages) {
       Partial<kStage> sum[N];
       Reduce<kStage>(sum);
-      JoinGroups<F, kStage>(sum, room);
+      JoinGroups<F, kStage, kShifted>(sum, room, shift);
       auto* const out = static_cast<Partial<kStage>*>(a.partial[kStage]) + part * a.rows.rows + row;
       if (live && threadIdx.x < kLanes) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = sum[i];
+        for (int i = 0; i < N; ++i) {
+          if (!kShifted || Has(i)) out[i] = sum[i];
+        }
       }
     } else {
       if constexpr (kAlone) RunStages<0>();
@@ -347,11 +345,11 @@ struct StridedRows {
 };
 
 template <class F, int N, int kLanes, int kPacks, int kThreads, int kMinBlocks, int kBlocks, int kStage, bool kStreams,
-          uint32_t kSame>
+          uint32_t kSame, bool kShifted = false>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) StridedRowsKernel(const __grid_constant__ StridedRowArgs<F> a) {
-  using Room = GroupRoom<F, N, kLanes, kThreads, kBlocks>;
+  using Room = GroupRoom<F, N, kLanes, kThreads, kBlocks, kShifted>;
   JAXKERN_SHARED(Room, room);
-  StridedRows<F, N, kLanes, kPacks, kThreads, kBlocks, kStage, kStreams, kSame> rows{a, room};
+  StridedRows<F, N, kLanes, kPacks, kThreads, kBlocks, kStage, kStreams, kSame, kShifted> rows{a, room};
   rows.Run(typename RowEngine<F>::RowIndex(), typename RowEngine<F>::ResultIndex());
 }
 
@@ -362,8 +360,9 @@ template <class F, int kStage, int kLanes, int kThreads> struct JoinParts {
   using Partial = typename Engine::template Partial<kStage>;
 
   template <class... T, size_t... I>
-  static __device__ __forceinline__ void Run(const StridedRowArgs<F>& a, GroupRoom<F, 1, kLanes, kThreads, 1>& room,
-                                             Types<T...>, std::index_sequence<I...>) {
+  static __device__ __forceinline__ void Run(const StridedRowArgs<F>& a,
+                                             GroupRoom<F, 1, kLanes, kThreads, 1, false>& room, Types<T...>,
+                                             std::index_sequence<I...>) {
     constexpr int kGroups = kThreads / kLanes;
     const int group = threadIdx.x / kLanes, parts = static_cast<int>(a.parts);
     const int64_t own = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x % kLanes;
@@ -377,7 +376,7 @@ template <class F, int kStage, int kLanes, int kThreads> struct JoinParts {
       sum[0] = typename Stages::template Combine<kStage>().All(partial + group * a.rows.rows, kGroups * a.rows.rows,
                                                                (parts - group + kGroups - 1) / kGroups);
     }
-    JoinGroups<F, kStage>(sum, room);
+    JoinGroups<F, kStage, false>(sum, room);
     const bool mine = own < a.rows.rows && group == 0;
     if (mine) partial[a.parts * a.rows.rows] = sum[0];
     if constexpr (kStage + 1 == F::kStages && Engine::kNumberResults + Engine::kTotals > 0) {
@@ -396,7 +395,7 @@ template <class F, int kStage, int kLanes, int kThreads> struct JoinParts {
 
 template <class F, int kStage, int kLanes, int kThreads> __global__ void __launch_bounds__(kThreads)
     JoinPartsKernel(const __grid_constant__ StridedRowArgs<F> a) {
-  using Room = GroupRoom<F, 1, kLanes, kThreads, 1>;
+  using Room = GroupRoom<F, 1, kLanes, kThreads, 1, false>;
   JAXKERN_SHARED(Room, room);
   JoinParts<F, kStage, kLanes, kThreads>::Run(a, room, typename F::Totals(), typename RowEngine<F>::TotalIndex());
 }

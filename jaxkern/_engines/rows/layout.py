@@ -26,6 +26,7 @@ class Problem(typing.NamedTuple):
     there are registers for them. stages: reductions along the row that wait for each other. narrow: results are rows of 8 bits.
     inner: rows that lie side by side, if the row is not the last dimension; pack counts rows then. For such problems, numbers:
     words of the numbers of a row. partial: bytes of what a thread reduces of it. stores: whether results have elements of rows.
+    shifts: if rows side by side are no whole packs, elements so far apart start at the same place of a pack; 1 otherwise.
     """
 
     rows: int
@@ -41,10 +42,15 @@ class Problem(typing.NamedTuple):
     numbers: int = 2
     partial: int = 8
     stores: bool = True
+    shifts: int = 1
 
     @property
     def strided(self) -> bool:
         return self.inner > 1
+
+    @property
+    def shifted(self) -> bool:
+        return self.shifts > 1
 
 
 class Layout(typing.NamedTuple):
@@ -224,6 +230,28 @@ def strided_pack(inner, itemsize, numbers) -> int:
     return math.gcd(inner, pack)
 
 
+def shifted(problem, adjacent, numbers) -> Problem:
+    """The problem with packs that start before its tiles (kShifted in strided.cuh), if rows side by side are no whole packs and fill
+    most of such tiles; otherwise the problem itself. adjacent: rows that lie side by side in all arrays, or 0.
+    """
+    pack = strided_pack(0, problem.itemsize, numbers)
+    found = problem._replace(pack=pack, inner=adjacent, shifts=pack // math.gcd(adjacent, pack))
+    lanes = adjacent and problem.pack < pack and _shifted_lanes(found)
+    fits = lanes and _room(Across(lanes, 1, tuning.STRIDED_THREADS, True), found) <= tuning.STRIDED_ROOM
+    return found if fits else problem
+
+
+def _shifted_lanes(problem) -> int:
+    """The most threads side by side whose tiles rows fill, or 0."""
+    filled = lambda n: tuning.SHIFTED_FILLED * n * problem.pack * _tiles_of_row(n, problem) <= problem.inner
+    return next(filter(filled, (32, 16, 8)), 0)
+
+
+def _tiles_of_row(lanes, problem) -> int:
+    """Tiles of shifted packs side by side."""
+    return ceil_div(problem.inner, (lanes - 1) * problem.pack + 1)
+
+
 def across(problem, device, holds=True) -> Across:
     """holds: whether a thread may hold its elements of rows, so that they are read once."""
     pack, width = problem.pack, problem.width
@@ -234,13 +262,17 @@ def across(problem, device, holds=True) -> Across:
     packs = max(1, int(tuning.STRIDED_WORDS / words))
     # Of short rows, several that are not adjacent are in a block, too.
     widest = lambda threads, packs: min(32, max(side_by_side, threads // power_of_2(ceil_div(width, packs))))
+    if problem.shifted:
+        narrow, most_lanes = max(8, narrow), _shifted_lanes(problem)
+        widest = lambda threads, packs: most_lanes
     few = lambda lanes: device is not None and problem.rows < tuning.STRIDED_BLOCKS * device.sm_count * lanes * pack
     for most, cluster, blocks in tuning.STRIDED_HELD if holds and again else ():
         lanes, own = widest(128, packs), ceil_div(width, cluster)
         groups = ceil_div(own, packs)
         while lanes > narrow and (groups * lanes > most or few(lanes)):
             lanes //= 2
-        threads = max(128, 32 * ceil_div(groups * lanes, 32))
+        unit = max(32, problem.shifts * lanes)
+        threads = max(128, unit * ceil_div(groups * lanes, unit))
         how = Across(lanes, ceil_div(own * lanes, threads), threads, False, cluster)
         fits = (
             threads <= most and (cluster == 1 or _has_clusters(device)) and _room(how, problem) <= tuning.STRIDED_ROOM
@@ -249,7 +281,9 @@ def across(problem, device, holds=True) -> Across:
             return how
     threads, packs = tuning.STRIDED_THREADS, max(1, int(tuning.STRIDED_FLIGHT / words))
     lanes = widest(threads, packs)
-    while lanes > 1 and _room(Across(lanes, packs, threads, True), problem) > tuning.STRIDED_ROOM:
+    while (
+        lanes > 1 and not problem.shifted and _room(Across(lanes, packs, threads, True), problem) > tuning.STRIDED_ROOM
+    ):
         lanes //= 2
     return Across(lanes, packs, threads, True)
 
@@ -268,7 +302,8 @@ def keeps_across(how, problem) -> bool:
 def _room(how, problem) -> int:
     """Bytes of shared memory in which the threads of a block join what they reduced (JoinGroups in strided.cuh)."""
     columns, blocks = how.lanes * problem.pack, 2 * how.cluster if how.cluster > 1 else 0
-    return (columns * problem.partial + 16) * (how.threads // 32 + 1 + blocks)
+    parts = how.threads // (how.lanes if problem.shifted else 32)
+    return (columns * problem.partial + 16) * (parts + 1 + blocks)
 
 
 def joining(parts, problem, most) -> tuple[int, int]:
@@ -291,6 +326,8 @@ def strided_blocks(how, problem) -> int:
 
 def tiles_of(how, problem) -> int:
     """Blocks side by side."""
+    if problem.shifted:
+        return problem.rows // problem.inner * _tiles_of_row(how.lanes, problem)
     return ceil_div(problem.rows, how.lanes * problem.pack)
 
 

@@ -24,6 +24,7 @@ from jaxkern._engines.rows.layout import (
     parts_of,
     resident,
     shares,
+    shifted,
     strided_blocks,
     strided_pack,
     tiles_of,
@@ -105,7 +106,7 @@ def _at_any_alignment(algorithm, problem, launches, single):
     aligned = launches(problem)
     if problem.pack == 1:
         return aligned and Plan(algorithm, *aligned)
-    unaligned = single(problem._replace(pack=1))
+    unaligned = single(problem._replace(pack=1, shifts=1))
     aligned = aligned or unaligned
     if aligned is None or unaligned is None:
         return None
@@ -237,11 +238,13 @@ class _Rows(typing.NamedTuple):
             i64(tiles),
             i64(parts),
             i64(ceil_div(self.width, parts)),
+            i64(problem.inner),
         )
         most, inner = strided_blocks(how, problem), self.function.program.others[-1]
         same = sum(1 << k for k, at in enumerate(core.rows) if inner not in self.function.program.operands[at].dims)
         sizes = f"{pack}, {lanes}, {how.packs}, {how.threads}, {most}, {how.cluster}"
-        name = f"StridedRowsKernel<{NAME}, {sizes}, {{}}, {str(how.streams).lower()}, {same}>"
+        flags = f"{str(how.streams).lower()}, {same}" + ", true" * problem.shifted
+        name = f"StridedRowsKernel<{NAME}, {sizes}, {{}}, {flags}>"
         header = "rows/strided.cuh"
         run = lambda stage: Launch(
             header, name.format(stage), [args], tiles * parts, how.threads, cluster=how.cluster, source=code
@@ -376,9 +379,20 @@ def _strided(device, operands, arrays, function, views):
         partial=max(core.partial_bytes, default=0),
         stores=bool(core.of_kind("row") or core.of_kind("columns")),
     )
+    problem = shifted(problem, _adjacent(program, inner, views), numbers)
     algorithm = _picked(function, problem, device)
     launches = functools.partial(_Rows(device, function, arrays, rows, width).strided, algorithm)
     return _at_any_alignment(algorithm, problem, launches, launches)
+
+
+def _adjacent(program, inner, views) -> int:
+    """How many rows lie side by side in all of these arrays that have the dimension `inner`; 0 if they differ in their dimensions."""
+    dims = [[d for d in v.dims if d is not None] for v in views]
+    whole = next(own for own in dims if inner in own)
+    at = whole.index(program.row)
+    before, after = whole[:at], whole[at + 1 :]
+    alike = all(own == whole if inner in own else not {*own} & {*after} for own in dims)
+    return math.prod(d.size for d in after) if alike and [*before, *after] == [*program.others] else 0
 
 
 def _stride(value, dim) -> int:

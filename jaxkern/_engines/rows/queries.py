@@ -30,8 +30,9 @@ def _laid_out(problem) -> layout.Problem:
     if inner == 1:
         pack = tuning.PACK_BYTES // (2 if narrow else max(2, size))
         return layout.Problem(rows, width, size, pack, narrow=narrow)
-    pack = layout.strided_pack(inner, size, layout.Problem._field_defaults["numbers"])
-    return layout.Problem(rows * inner, width, size, pack, inner=inner, itemsize=size)
+    numbers = layout.Problem._field_defaults["numbers"]
+    pack = layout.strided_pack(inner, size, numbers)
+    return layout.shifted(layout.Problem(rows * inner, width, size, pack, inner=inner, itemsize=size), inner, numbers)
 
 
 def fits(algorithm, problem, device=None) -> bool:

@@ -69,6 +69,8 @@ STRIDED_HELD = (
 # with 64; its gradient 249 and 229; H100].
 STRIDED_REGISTERS = ((90, 64), (104, 80), (1 << 30, 128))
 STRIDED_NUMBERS = 32  # words of the numbers of a thread's rows; with more, it loads packs of 8 bytes
+# Rows side by side that are no whole packs are read in packs that start before a tile if they are more than this part of its rows
+SHIFTED_FILLED = 0.7
 STRIDED_THREADS = 256  # of a block that reads rows again
 STRIDED_FLIGHT = 16  # words of a thread in flight there
 STRIDED_BLOCKS = 4  # of a multiprocessor there, at a time
