@@ -26,8 +26,9 @@
 // kShifted: any number of adjacent rows. The elements of a row start at different places of a pack then, but the elements of one group
 // all start at the same place, because the number of groups times the number of adjacent rows is a multiple of N. So each group
 // reads aligned packs, which start up to N - 1 rows before the tile, and a thread has the same rows in all of them. Rows
-// before and behind the tile are not stored; a tile has kLanes * N - N + 1 rows, which all groups have. All arrays but those of kSame
-// have the same shape.
+// before and behind the tile are not stored. All groups have kLanes * N - N + 1 rows. Those are a tile, and packs at its ends are stored
+// element by element; of 32 lanes, a tile is the packs that start in the first kLanes * N - 2 * N of these rows, so that packs
+// are stored as a whole. All arrays but those of kSame have the same shape.
 #pragma once
 
 #include "groups.cuh"
@@ -68,14 +69,15 @@ struct StridedRows {
   static constexpr int kRows = Engine::kRows, kResults = Engine::kResults;
   static constexpr int kGroups = kThreads / kLanes, kTile = kGroups * kPacks;  // elements of all groups at a time
   static constexpr bool kAlone = kStage < 0;                                   // the block computes all of its rows
-  static constexpr int kTileRows = kLanes * N - N + 1;                         // with kShifted
+  static constexpr bool kPacked = kLanes == kWarp;                             // with kShifted: tiles are packs
+  static constexpr int kTileRows = kPacked ? (kLanes - 2) * N : kLanes * N - N + 1;
 
   const StridedRowArgs<F>& a;
   GroupRoom<F, N, kLanes, kThreads, kBlocks, kShifted>& room;
   int64_t at[kRows + 1], to[kResults + 1], row, tile;
   int begin, end;  // elements of this block
   bool live;
-  int shift, low, high;  // with kShifted: rows [low, high) of the N of this thread are in the tile
+  int shift, low, high;  // with kShifted: rows [low, high) of the N of this thread are in the tile, or none
   bool over;             // the last pack of this thread ends beyond the arrays
   ReadPolicy policy;
   Numbers n[N];
@@ -101,7 +103,7 @@ struct StridedRows {
   template <class Do> __device__ __forceinline__ void EachTile(Do f) {
     if constexpr (kStreams) {
       for (int first = begin; first < end; first += kTile) {
-        LoadAll(first);
+        LoadAll(first, typename Engine::RowIndex());
         f(first);
       }
     } else {
@@ -114,10 +116,12 @@ struct StridedRows {
     if constexpr (same) return Filled<R, N>(Element(LoadRowElement<R>(from, policy), 0));
     else return LoadRowPack<R, N>(from, policy);
   }
-  template <class... R, size_t... I>
-  __device__ __forceinline__ void Load(Packs& pack, int element, Types<R...>, std::index_sequence<I...>) {
-    ((At<I>(pack) =
-          LoadOne<(kSame >> I & 1) != 0>(static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I])),
+  // Element k of this thread, whose first one lies at `from`.
+  template <class... R, size_t... I> __device__ __forceinline__ void Load(Packs& pack, int k,
+                                                                          const int64_t (&from)[kRows + 1], Types<R...>,
+                                                                          std::index_sequence<I...>) {
+    ((At<I>(pack) = LoadOne<(kSame >> I & 1) != 0>(static_cast<const R*>(a.rows.row[I]) + from[I] +
+                                                   k * (kGroups * a.row_stride[I]))),
      ...);
   }
   // The same for rows of the tile alone.
@@ -131,17 +135,20 @@ struct StridedRows {
     return pack;
   }
   template <class... R, size_t... I>
-  __device__ __forceinline__ void LoadPartOf(Packs& pack, int element, Types<R...>, std::index_sequence<I...>) {
-    ((At<I>(pack) =
-          LoadPart<(kSame >> I & 1) != 0>(static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I])),
+  __device__ __forceinline__ void LoadPartOf(Packs& pack, int k, const int64_t (&from)[kRows + 1], Types<R...>,
+                                             std::index_sequence<I...>) {
+    ((At<I>(pack) = LoadPart<(kSame >> I & 1) != 0>(static_cast<const R*>(a.rows.row[I]) + from[I] +
+                                                    k * (kGroups * a.row_stride[I]))),
      ...);
   }
-  __device__ __forceinline__ void LoadAll(int first) {
+  template <size_t... I> __device__ __forceinline__ void LoadAll(int first, std::index_sequence<I...> all) {
+    const int own = first + static_cast<int>(threadIdx.x) / kLanes;
+    const int64_t from[kRows + 1] = {at[I] + own * a.row_stride[I]..., 0};
     Each(first, kShifted && over ? end - 1 : end,
-         [&](int k, int element) { Load(held[k].x[0], element, typename F::Rows(), typename Engine::RowIndex()); });
+         [&](int k, int) { Load(held[k].x[0], k, from, typename F::Rows(), all); });
     if (kShifted && over) {
       Each(first, [&](int k, int element) {
-        if (element == end - 1) LoadPartOf(held[k].x[0], element, typename F::Rows(), typename Engine::RowIndex());
+        if (element == end - 1) LoadPartOf(held[k].x[0], k, from, typename F::Rows(), all);
       });
     }
   }
@@ -223,9 +230,10 @@ struct StridedRows {
   // Stores the results of element k of this thread, and the sums of each element over the rows of this block. All threads of a warp take
   // part; `has`: whether there is such an element.
   template <class... R, class... C, class... Y, class... S, size_t... I, size_t... J, size_t... K, size_t... L>
-  __device__ __forceinline__ void Store(bool has, int k, int element, Types<R...>, Types<C...>, Types<Y...>,
-                                        Types<S...>, std::index_sequence<I...>, std::index_sequence<J...>,
-                                        std::index_sequence<K...>, std::index_sequence<L...>) {
+  __device__ __forceinline__ void Store(bool has, int k, int element, const int64_t (&into)[kResults + 1], Types<R...>,
+                                        Types<C...>, Types<Y...>, Types<S...>, std::index_sequence<I...>,
+                                        std::index_sequence<J...>, std::index_sequence<K...>,
+                                        std::index_sequence<L...>) {
     Slots<std::index_sequence<L...>, S...> sum;
     ((At<L>(sum) = 0), ...);
     if (has) {
@@ -240,14 +248,14 @@ struct StridedRows {
         (StoreElement(At<K>(y), i, At<K>(value)), ...);
         ((At<L>(sum) += Has(i) ? At<L>(term) : S(0)), ...);
       }
-      if (kShifted && (low > 0 || high < N)) {
+      const int64_t at[kResults + 1] = {into[K] + k * (kGroups * a.result_stride[K])..., 0};
+      if (kShifted ? low == 0 && high == N : live) {
+        (StoreRowPack(static_cast<Y*>(a.rows.result[K]) + at[K], At<K>(y)), ...);
+      } else if (kShifted && low < high) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          if (Has(i))
-            ((static_cast<Y*>(a.rows.result[K])[to[K] + element * a.result_stride[K] + i] = Element(At<K>(y), i)), ...);
+          if (Has(i)) ((static_cast<Y*>(a.rows.result[K])[at[K] + i] = Element(At<K>(y), i)), ...);
         }
-      } else if (live) {
-        (StoreRowPack(static_cast<Y*>(a.rows.result[K]) + to[K] + element * a.result_stride[K], At<K>(y)), ...);
       }
     }
     ((At<L>(sum) = ReduceLanes<kLanes>(At<L>(sum), [](S p, S q) { return p + q; })), ...);
@@ -255,16 +263,17 @@ struct StridedRows {
       ((static_cast<S*>(a.rows.sum[L])[tile * a.rows.width + element] = At<L>(sum)), ...);
   }
 
-  __device__ __forceinline__ void StoreAll() {
+  template <size_t... K> __device__ __forceinline__ void StoreAll(std::index_sequence<K...>) {
     EachTile([&](int first) {
       const int own = first + static_cast<int>(threadIdx.x) / kLanes;
+      const int64_t into[kResults + 1] = {to[K] + own * a.result_stride[K]..., 0};
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
         const bool has = own + k * kGroups < end;
         if (Engine::kColumnSums == 0 && !has) continue;
         if constexpr (!kStreams && F::kStages > 0 && Engine::template kForgets<N, kPacks>)
           Engine::ForgetAll(held[k].x[0], typename Engine::RowIndex());
-        Store(has, k, own + k * kGroups, typename F::Rows(), typename F::Columns(), typename F::Results(),
+        Store(has, k, own + k * kGroups, into, typename F::Rows(), typename F::Columns(), typename F::Results(),
               typename F::ColumnSums(), typename Engine::RowIndex(), typename Engine::ColumnIndex(),
               typename Engine::ResultIndex(), typename Engine::ColumnSumIndex());
       }
@@ -304,8 +313,10 @@ struct StridedRows {
       const int64_t offset = outer * a.adjacent * a.rows.width + first;
       shift = static_cast<int>((offset + (begin + threadIdx.x / kLanes) * a.adjacent) % N);
       const int own = static_cast<int>(threadIdx.x % kLanes) * N - shift;  // of the first row, in the tile
-      low = max(0, -own), high = min(N, static_cast<int>(min(int64_t{kTileRows}, a.adjacent - first)) - own);
-      live = low < high;
+      const int rest = static_cast<int>(min(a.adjacent - first, int64_t{kLanes} * N));
+      const bool starts = (own >= 0 || first == 0) && own < kTileRows;
+      low = max(0, -own), high = kPacked ? (starts ? min(N, rest - own) : 0) : min(N, min(kTileRows, rest) - own);
+      live = own < rest;
       row = outer * a.adjacent + first + own;
       over = live && offset + own + (end - 1) * a.adjacent + N > a.rows.rows * a.rows.width;
       ((at[I] = kSame >> I & 1 ? MapRow<F::RowRank(I)>(a.rows.row_map[I], outer * a.adjacent) : offset + own), ...);
@@ -317,7 +328,7 @@ struct StridedRows {
       ((at[I] = MapRow<F::RowRank(I)>(a.rows.row_map[I], row)), ...);
       ((to[K] = MapRow<F::ResultRank(K)>(a.rows.result_map[K], row)), ...);
     }
-    if constexpr (!kStreams) LoadAll(begin);
+    if constexpr (!kStreams) LoadAll(begin, typename Engine::RowIndex());
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       n[i] = Engine::Begin(a.rows, RowOf(i), typename Engine::NumberIndex(), std::make_index_sequence<F::kIndices>());
@@ -336,7 +347,7 @@ struct StridedRows {
       }
     } else {
       if constexpr (kAlone) RunStages<0>();
-      if constexpr (kResults + Engine::kColumnSums > 0) StoreAll();
+      if constexpr (kResults + Engine::kColumnSums > 0) StoreAll(typename Engine::ResultIndex());
       if constexpr (kAlone || F::kStages == 0) {
         if (part == 0) StoreNumbers(typename F::Totals(), typename Engine::TotalIndex());
       }

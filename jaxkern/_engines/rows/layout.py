@@ -249,7 +249,7 @@ def _shifted_lanes(problem) -> int:
 
 def _tiles_of_row(lanes, problem) -> int:
     """Tiles of shifted packs side by side."""
-    return ceil_div(problem.inner, (lanes - 1) * problem.pack + 1)
+    return ceil_div(problem.inner, (lanes - 2) * problem.pack if lanes == 32 else (lanes - 1) * problem.pack + 1)
 
 
 def across(problem, device, holds=True) -> Across:
