@@ -220,13 +220,21 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
         if constexpr (F::Pivots(s)) reduce(Pass<F::LastPass(s)>());
       } else {
         Partial<s> sum = Stages::template Identity<s>(n);
-        for (int tile = body.begin; tile < (kStreams ? body.TilesEnd() : body.begin + 1); tile += kGroup * kPacks * N) {
-          if constexpr (kStreams) {
+        const auto reduce = [&](int tile, Partial<s>& sum) {
+          ReduceStage<s, kEnds>(a, n, sum, [&](auto pass, auto f) { each(tile, pass, f); });
+        };
+        if constexpr (kStreams) {
+          TileRuns<F, s> runs(n);
+          for (int tile = body.begin; tile < body.TilesEnd(); tile += kGroup * kPacks * N) {
             EachPack<N, kGroup, kPacks, kEnds, kStreams>(body, lane, tile, [&](int i, int column) {
               Load<N>(a, n, at, column, packs.x[i], policy, RowIndex());
             });
+            reduce(tile, runs.run);
+            runs.EndTile();
           }
-          ReduceStage<s, kEnds>(a, n, sum, [&](auto pass, auto f) { each(tile, pass, f); });
+          sum = runs.Total();
+        } else {
+          reduce(body.begin, sum);
         }
         const Partial<s> own = sum;
         Stages::template Join<s, kLanes, kThreads>(sum, turn, cluster);

@@ -108,13 +108,15 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
       if constexpr (!Engine::AnyGuarded()) n = begin();
       Known<0>(args, row, turn, n);
       if constexpr (!kLast) {
-        Partial<kStage> sum = Engine::Stages::template Identity<kStage>(n);
+        TileRuns<F, kStage> runs(n);
         each_tile([&](int64_t tile) {
-          Engine::template ReduceStage<kStage, kEnds>(a, n, sum, [&](auto, auto f) {
+          Engine::template ReduceStage<kStage, kEnds>(a, n, runs.run, [&](auto, auto f) {
             each_pack(tile, [&](int i, int column) { f(column, packs.x[i], packs.kept[i]); });
             each_edge(tile, [&](int k, int column) { f(column, edges.x[k], edges.kept[k]); });
           });
+          runs.EndTile();
         });
+        Partial<kStage> sum = runs.Total();
         NoRoom room;
         Engine::Stages::template Join<kStage, 0, kThreads>(sum, turn, room);
         if (lane == 0) static_cast<Partial<kStage>*>(args.partial[kStage])[row * args.parts + part] = sum;

@@ -141,4 +141,25 @@ template <class F> struct RowStages {
   }
 };
 
+// What a thread reduces in stage s of tile after tile. The rounding error of a sum grows with the number of its terms, so a run of
+// tiles is reduced for itself before it is combined with those before it.
+template <class F, int s> struct TileRuns {
+  static constexpr int kRun = 16;
+  using Stages = RowStages<F>;
+  using Partial = typename Stages::template Partial<s>;
+
+  const typename F::Numbers& n;
+  Partial all = Stages::template Identity<s>(n), run = Stages::template Identity<s>(n);
+  int tiles = 0;
+
+  __device__ __forceinline__ explicit TileRuns(const typename F::Numbers& n) : n(n) {}
+  __device__ __forceinline__ void EndTile() {
+    if (++tiles % kRun == 0) {
+      all = Total();
+      run = Stages::template Identity<s>(n);
+    }
+  }
+  __device__ __forceinline__ Partial Total() const { return typename Stages::template Combine<s>()(all, run); }
+};
+
 }  // namespace jaxkern
