@@ -27,6 +27,10 @@ def loss(x, labels):
     return -jnp.take_along_axis(jax.nn.log_softmax(x), labels[..., None], -1)[..., 0]
 
 
+def smoothed_loss(x, labels):
+    return 0.9 * loss(x, labels) - 0.1 * jnp.mean(jax.nn.log_softmax(x), -1)
+
+
 def one_hot_loss(x, labels):
     z = jax.nn.logsumexp(x, -1)
     hot = jax.nn.one_hot(labels, x.shape[-1], dtype=x.dtype)
@@ -117,6 +121,7 @@ FUNCTIONS = {
         (layer_norm, "xcc", True),
         (residual, "xxcs", True),
         (loss, "xl", True),
+        (smoothed_loss, "xl", True),
         (one_hot_loss, "xl", True),
         (masked, "xm", True),
         (causal, "x", True),

@@ -65,6 +65,8 @@ CASES = [
     ("pairs", (4, 3, 50), "float16", False, "lanes"),
     ("products", (4, 50), "float32", False, "block"),
     ("branch", (4, 50), "float32", True, "lanes"),
+    ("loss", (9, 777), "bfloat16", False, "block"),
+    ("smoothed_loss", (3, 1100), "float32", False, "cluster"),
 ]
 
 
@@ -145,6 +147,16 @@ def test_kernels_on_the_cpu(name, shape, dtype, gradient, algorithm):
         check(found, function, args, dtype)
 
 
+@needs_compiler
+@plans.needs_runtime
+def test_sums_of_long_rows_are_accurate():
+    """A thread adds up thousands of packs, whose rounding errors have one sign where all elements are the same."""
+    x = np.full((1, 1 << 21), 0.1, np.float32)
+    function, _, _ = trace(lambda x: jnp.sum(x, -1), [jax.ShapeDtypeStruct(x.shape, x.dtype)], -1, "sum")
+    (ours,) = emulated.run(planned(function, "streaming", SMALL), [x], plan.outputs(function), False)
+    np.testing.assert_allclose(ours, x.astype(np.float64).sum(-1), rtol=1e-6)
+
+
 def check(found, function, args, dtype):
     """The results of a plan, on aligned and unaligned buffers, match the function."""
     plans.check_limits(found, device.H200)
@@ -210,7 +222,12 @@ def test_a_maximum_and_sums_of_exponentials_take_one_exchange(algorithm, f):
     [
         (lambda x: jax.vjp(lambda x: layer_norm(x, 1.5, 0.5), x)[1](x), 2),
         (lambda x: jax.vjp(lambda x: jax.nn.softmax(x, -1), x)[1](x), 2),
-        (lambda x: jnp.sum(jax.nn.log_softmax(x, -1), -1), 3),  # the sum of x alone would be less accurate
+        (lambda x: jnp.sum(jax.nn.log_softmax(x, -1), -1), 2),  # x - max(x) and the normalizer: all terms have one sign
+        (
+            lambda x: jnp.sum(x - jax.nn.logsumexp(x, -1, keepdims=True), -1),
+            3,
+        ),  # the sum of x alone would be less accurate
+        (lambda x: jax.nn.log_softmax(x, -1)[:, 3], 2),
         (lambda x: jnp.sum(x / jnp.max(x, -1, keepdims=True), -1), 2),  # and would overflow
         (lambda x: jnp.sum(x * (x / jnp.max(x, -1, keepdims=True)), -1), 2),
     ],

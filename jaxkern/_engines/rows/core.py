@@ -239,7 +239,7 @@ class Core:
         """{pass that reduces the maximum of v: the number q}, where the next pass sums products with exp(v - q)."""
         found = {}
         for p, (first, second) in enumerate(itertools.pairwise(self.passes)):
-            if p - 1 in found or [s.name for s in first] != ["reduce_max"]:
+            if p - 1 in found or {s.name for s in first} != {"reduce_max"}:  # others than the maximum are picks
                 continue
             exps = {self._exponential(s.operands[0], p) if s.name == "reduce_sum" else None for s in second}
             exp = exps.pop()
@@ -251,8 +251,10 @@ class Core:
             x, q = sub.operands
             while q.is_row and q in self.step_of and self.step_of[q].name in MOVES:
                 q = self.step_of[q].operands[0]
-            if source(self.step_of, x) is not source(self.step_of, first[0].operands[0]) or q not in self.members:
+            maxima = [s for s in first if source(self.step_of, s.operands[0]) is source(self.step_of, x)]
+            if not maxima or q not in self.members:
                 continue
+            first.sort(key=lambda s: s is not maxima[0])  # the kernel finds it there
             kept = [v for v, at in self.kept_values.items() if at == p + 1]
             if self.pass_of(q) == p + 1 and all(source(self.step_of, v) is exp.result for v in kept):
                 found[p] = q

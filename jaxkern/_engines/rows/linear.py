@@ -3,11 +3,13 @@
 The sum of `r * a + p * d`, in which r and p are numbers of the row, is `r * sum(a) + p * sum(d)`. If r and p depend on reductions and
 a and d do not, or on fewer, the sums of a and d are taken together with those reductions. Derivatives have such sums: the
 gradient of a layer norm needs two passes over a row, and three as it is written. In the gradient of a softmax, the sum of
-`g * (e / z)` is `sum(g * e) / z`; this is done only where e is exp(x - max(x)), so that no product overflows.
+`g * (e / z)` is `sum(g * e) / z`; this is done only where e is exp(x - max(x)), so that no product overflows. The sum of a
+log-softmax is a sum of x - max(x) less the normalizer, times the number of elements.
 """
 
 import math
 
+import numpy as np
 from jax import lax
 
 from jaxkern._core.jaxprs import computing
@@ -51,11 +53,14 @@ def _terms_of(program, step):
         name, operands = (s.name, s.operands) if s is not None else (None, ())
         if name == "neg":
             pending.append((-sign, numbers, operands[0]))
+        elif name == "sub" and _normalizes(made, *operands):
+            pending.append((sign, numbers, operands[0]))
+            terms.append((-sign, (*numbers, number_of(made, operands[1])), (), ()))
         elif name in ("add", "add_any", "sub"):
             pending += [(sign, numbers, operands[0]), (-sign if name == "sub" else sign, numbers, operands[1])]
-        elif name == "mul" and any(_number(made, x) is not None for x in operands):
-            own = int(_number(made, operands[0]) is None)
-            pending.append((sign, (*numbers, _number(made, operands[own])), operands[1 - own]))
+        elif name == "mul" and any(number_of(made, x) is not None for x in operands):
+            own = int(number_of(made, operands[0]) is None)
+            pending.append((sign, (*numbers, number_of(made, operands[own])), operands[1 - own]))
         else:
             found = _product(made, v, value.stage)
             if found is None:
@@ -74,14 +79,14 @@ def _product(made, value, stage):
     numbers, divisors, values, pending = [], [], [], [value]
     while pending:
         v = source(made, pending.pop())
-        s, number = made.get(v), _number(made, v)
+        s, number = made.get(v), number_of(made, v)
         if number is not None:
             numbers.append(number)
         elif v.stage < stage:
             values.append(v)
         elif s is not None and s.name == "mul":
             pending += s.operands
-        elif s is not None and s.name == "div" and (divisor := _number(made, s.operands[1])) is not None:
+        elif s is not None and s.name == "div" and (divisor := number_of(made, s.operands[1])) is not None:
             divisors.append(divisor)
             pending.append(s.operands[0])
         else:
@@ -96,7 +101,7 @@ def _at_most_one(made, v) -> bool:
     sub = made.get(source(made, exp.operands[0])) if exp is not None and exp.name == "exp" else None
     if sub is None or sub.name != "sub":
         return False
-    most, pending = _number(made, sub.operands[1]), []
+    most, pending = number_of(made, sub.operands[1]), []
     while most is not None and (s := made.get(most)) is not None:
         if s.name == "reduce_max" and source(made, s.operands[0]) is source(made, sub.operands[0]):
             return True
@@ -105,7 +110,18 @@ def _at_most_one(made, v) -> bool:
     return False
 
 
-def _number(made, v):
+def _normalizes(made, x, y) -> bool:
+    """Whether x is v - max(v) and y is log(sum(exp(x))): x <= 0 <= y, so that no digits are lost if x - y is summed term by term."""
+    if not isinstance(x, Value) or not isinstance(y, Value):
+        return False
+    log = made.get(source(made, y))
+    total = made.get(source(made, log.operands[0])) if log is not None and log.name == "log" else None
+    exp = made.get(source(made, total.operands[0])) if total is not None and total.name == "reduce_sum" else None
+    alike = exp is not None and exp.name == "exp" and source(made, exp.operands[0]) is source(made, x)
+    return alike and _at_most_one(made, exp.result)
+
+
+def number_of(made, v):
     """The number, or constant, that all elements of a row are; None if they differ."""
     while v.is_row and (s := made.get(v)) is not None and s.name in (*MOVES, "convert_element_type"):
         if computing(s.operands[0].aval.dtype) != computing(v.dtype):  # which may round
@@ -124,7 +140,9 @@ def _rewrite(program, step, terms, stage):
         given = dict(zip([*values, *numbers], xs))
         sums, total = {}, None
         for sign, factors, divisors, own in terms:
-            if own not in sums:
+            if not own:
+                sums[own] = np.asarray(step.operands[0].aval.shape[axes[0]], step.result.dtype)
+            elif own not in sums:
                 sums[own] = lax.reduce_sum(math.prod(given[v] for v in own), axes)
             y = sums[own] if sign > 0 else -sums[own]
             for n, divides in (*((n, False) for n in factors), *((n, True) for n in divisors)):
@@ -134,14 +152,20 @@ def _rewrite(program, step, terms, stage):
             total = y if total is None else total + y
         return total.astype(step.result.dtype)
 
+    replace(program, step, [*values, *numbers], f, stage)
+
+
+def replace(program, step, operands, f, stage=0):
+    """Puts f, a function in jnp of these Values, in the place of a step. stage: of sums in it, at least."""
     at = program.steps.index(step)
     before, after, program.steps = program.steps[:at], program.steps[at + 1 :], []
-    (total,) = program.inlined(step.equation, [*values, *numbers], f)
+    (total,) = program.inlined(step.equation, operands, f)
     for s in program.steps:
         s.stage = stage if s.name == "reduce_sum" else 0
         program.unite_step(s)
     for s in program.steps:
-        for v in s.results:
-            v.dims = tuple(d and d.same() for d in v.dims)
         s.results = [step.result if v is total else v for v in s.results]
     program.steps = [*before, *program.steps, *after]
+    program.row = program.row.same()
+    for v in {*program.operands, *(v for s in program.steps for v in s.results)}:
+        v.dims = tuple(d and d.same() for d in v.dims)

@@ -39,6 +39,7 @@ from jaxkern._engines.jaxpr import (
     merged,
     widened,
 )
+from jaxkern._engines.rows.early import early_picks
 from jaxkern._engines.rows.linear import split_sums
 from jaxkern._engines.rows.picks import PICKS, REWRITTEN, of_one_element, of_parts, without_places
 
@@ -67,7 +68,7 @@ class Program(Flat):
         self._place(dims[at])
         self.row = dims[at].same()
         self._classify()
-        while split_sums(self):
+        while early_picks(self) or split_sums(self):
             self._classify()
 
     def computes(self, dtype, equation):
