@@ -27,8 +27,9 @@ def loss(x, labels):
     return -jnp.take_along_axis(jax.nn.log_softmax(x), labels[..., None], -1)[..., 0]
 
 
-def smoothed_loss(x, labels):
-    return 0.9 * loss(x, labels) - 0.1 * jnp.mean(jax.nn.log_softmax(x), -1)
+def smoothed_loss(x, m, labels):
+    y = jax.nn.log_softmax(x)
+    return -0.9 * jnp.take_along_axis(jnp.where(m, y, -3), labels[..., None], -1)[..., 0] - 0.1 * jnp.mean(y, -1)
 
 
 def one_hot_loss(x, labels):
@@ -121,7 +122,7 @@ FUNCTIONS = {
         (layer_norm, "xcc", True),
         (residual, "xxcs", True),
         (loss, "xl", True),
-        (smoothed_loss, "xl", True),
+        (smoothed_loss, "xml", True),
         (one_hot_loss, "xl", True),
         (masked, "xm", True),
         (causal, "x", True),

@@ -53,6 +53,14 @@ inline void (*body)(void*);
 inline void* body_args;
 inline unsigned current;
 
+// A GPU has no vectors at other addresses.
+inline void CheckAligned(const void* p, size_t bytes) {
+  if ((bytes == 8 || bytes == 16) && reinterpret_cast<uintptr_t>(p) % bytes) {
+    fprintf(stderr, "a vector of %zu bytes is not aligned\n", bytes);
+    abort();
+  }
+}
+
 inline void Wait(State at = kAtWarp) {
   state[current] = at;
   swapcontext(&fibers[current], &scheduler);
@@ -142,7 +150,10 @@ void Run(void (*kernel)(Args), const void* args, unsigned gx, unsigned gy, unsig
 #define gridDim emulated::grid
 
 template <class T> T __ldg(const T* p) { return *p; }
-template <class T> void __stcs(T* p, T x) { *p = x; }
+template <class T> void __stcs(T* p, T x) {
+  emulated::CheckAligned(p, sizeof x);
+  *p = x;
+}
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline double __hiloint2double(int high, int low) {

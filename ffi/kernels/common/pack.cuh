@@ -238,6 +238,7 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const
 
 __device__ __forceinline__ ReadPolicy MakeReadPolicy(bool) { return {0}; }
 template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const T* p, ReadPolicy) {
+  emulated::CheckAligned(p, N * sizeof(T));
   return LoadVector<T, N>(p);
 }
 

@@ -14,27 +14,29 @@ namespace jaxkern {
 
 // The offset of a row. kRank: the number of groups of dimensions of the map.
 template <int kRank> __device__ __forceinline__ int64_t MapRow(const IndexMap& map, int64_t row) {
-  if constexpr (kRank == 0) return 0;
-  else if constexpr (kRank == 1) return row * map.stride[0];
-  int64_t offset = 0;
-  if (row >> 32 == 0) {
-    uint32_t i = static_cast<uint32_t>(row);
-#pragma unroll
-    for (int d = 0; d + 1 < kRank; ++d) {
-      const uint32_t q = map.size[d].Div(i);
-      offset += static_cast<int64_t>(i - q * map.size[d].divisor) * map.stride[d];
-      i = q;
-    }
-    row = i;
+  if constexpr (kRank == 0) {
+    return 0;
   } else {
+    int64_t offset = 0;
+    if (kRank > 1 && row >> 32 == 0) {
+      uint32_t i = static_cast<uint32_t>(row);
+#pragma unroll
+      for (int d = 0; d + 1 < kRank; ++d) {
+        const uint32_t q = map.size[d].Div(i);
+        offset += static_cast<int64_t>(i - q * map.size[d].divisor) * map.stride[d];
+        i = q;
+      }
+      row = i;
+    } else {
 #pragma unroll 1
-    for (int d = 0; d + 1 < kRank; ++d) {
-      const int64_t q = row / map.size[d].divisor;
-      offset += (row - q * map.size[d].divisor) * map.stride[d];
-      row = q;
+      for (int d = 0; d + 1 < kRank; ++d) {
+        const int64_t q = row / map.size[d].divisor;
+        offset += (row - q * map.size[d].divisor) * map.stride[d];
+        row = q;
+      }
     }
+    return offset + row * map.stride[kRank - 1];
   }
-  return offset + row * map.stride[kRank - 1];
 }
 
 // kWhole: the packs of all threads fill a row exactly. kPart: the last packs of some threads are absent. kRagged: see above.

@@ -11,9 +11,9 @@ from jax import lax
 
 from jaxkern._core.cpp import ELEMENTWISE
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.jaxpr import MOVES, Constant, Value, compute, source
+from jaxkern._engines.jaxpr import Constant, Value, compute, source
 from jaxkern._engines.rows.linear import number_of, replace
-from jaxkern._engines.rows.picks import PICKS
+from jaxkern._engines.rows.picks import PICKS, element_at
 
 MOST_ROWS = 2  # picks instead of one
 
@@ -30,8 +30,8 @@ def early_picks(program) -> bool:
 
 
 def _parts(program, step, made):
-    """(hit, least, value, rows, numbers, steps) of a pick: where it is, what stands for other elements, the value of which an element
-    is picked, the rows and numbers that it is computed from, and the steps that compute it from these. None if it is no such pick.
+    """(hit, value, rows, numbers, steps) of a pick: where it is, the value of which an element is picked, the rows and numbers that it
+    is computed from, and the steps that compute it from these. None if it is no such pick.
     """
     picks = step.origin is not None and step.origin.primitive.name in PICKS
     if not picks or step.name != "reduce_max" or program.over(step) != {program.row} or step.result.stage < 2:
@@ -39,9 +39,9 @@ def _parts(program, step, made):
     select = made.get(source(made, step.operands[0]))
     if select is None or select.name != "select_n" or len(select.operands) != 3:
         return None
-    hit, least, value = select.operands
+    hit, _, value = select.operands
     rows, numbers, steps, seen, pending = [], [], [], set(), [value]
-    if not isinstance(value, Value) or not isinstance(hit, Value) or hit.stage or _constant(made, least) is None:
+    if not isinstance(value, Value) or not isinstance(hit, Value) or hit.stage:
         return None
     while pending:
         v = pending.pop()
@@ -63,21 +63,10 @@ def _parts(program, step, made):
     alike = all(v.aval.shape == value.aval.shape and v.dims == value.dims for v in rows)
     same = all(dims(n) in ([], dims(step.result)) for n in own)
     order = [s for s in program.steps if s in steps]
-    return (
-        (hit, _constant(made, least), value, rows, numbers, order)
-        if alike and same and len(rows) <= MOST_ROWS
-        else None
-    )
+    return (hit, value, rows, numbers, order) if alike and same and len(rows) <= MOST_ROWS else None
 
 
-def _constant(made, v):
-    """The constant that all elements of a value are, or None."""
-    while isinstance(v, Value) and (s := made.get(v)) is not None and s.name in (*MOVES, "convert_element_type"):
-        v = s.operands[0]
-    return v.value if isinstance(v, Constant) and np.ndim(v.value) == 0 else None
-
-
-def _rewrite(program, step, hit, least, value, rows, numbers, steps):
+def _rewrite(program, step, hit, value, rows, numbers, steps):
     made = {v: s for s in program.steps for v in s.results}
     shape, axes = step.result.aval.shape, step.params["axes"]
     own = [number_of(made, v) for v in numbers]
@@ -86,8 +75,7 @@ def _rewrite(program, step, hit, least, value, rows, numbers, steps):
     def f(hit, *xs):
         given = dict(zip([*rows, *values], xs))
         wide = lambda x: jnp.broadcast_to(x, shape).astype(computing(x.dtype))
-        pick = lambda x: lax.reduce_max(jnp.where(hit, x, jnp.asarray(least, x.dtype)), axes)
-        env = {v: wide(pick(given[v])) for v in rows}
+        env = {v: wide(element_at(hit, given[v], axes)) for v in rows}
         for v, n in zip(numbers, own):
             x = given[n] if isinstance(n, Value) else jnp.asarray(n.value)
             env[v] = wide(x.reshape(shape if x.size == np.prod(shape) else ()))

@@ -242,9 +242,10 @@ def shifted(problem, adjacent, numbers) -> Problem:
 
 
 def _shifted_lanes(problem) -> int:
-    """The most threads side by side whose tiles rows fill, or 0."""
+    """The most threads side by side whose tiles rows fill, or 0. Elements of a thread start at the same place of a pack."""
+    alike = lambda n: tuning.STRIDED_THREADS // n % problem.shifts == 0
     filled = lambda n: tuning.SHIFTED_FILLED * n * problem.pack * _tiles_of_row(n, problem) <= problem.inner
-    return next(filter(filled, (32, 16, 8)), 0)
+    return next((n for n in (32, 16, 8) if alike(n) and filled(n)), 0)
 
 
 def _tiles_of_row(lanes, problem) -> int:

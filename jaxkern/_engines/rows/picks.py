@@ -13,15 +13,19 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxkern._engines.jaxpr import Constant
 
 
+def element_at(hit, x, axes):
+    """The elements of x along these axes where hit is true, which is one, to the bit."""
+    if x.dtype == jnp.bool_:
+        return lax.reduce_or(hit & x, axes)
+    # The maximum of an element and of the least number is the element.
+    least = -np.inf if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype).min
+    return lax.reduce_max(jnp.where(hit, x, np.asarray(least, x.dtype)), axes)
+
+
 def _element(x, index, along, missing=None):
     """The elements of x at an index along a dimension, which stays with size 1. missing: where there is no such element."""
     hit = lax.broadcasted_iota(index.dtype, x.shape, along) == index
-    if x.dtype == jnp.bool_:
-        y = lax.reduce_or(hit & x, (along,))
-    else:  # the maximum of an element and of the least number is the element, to the bit
-        least = -np.inf if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype).min
-        y = lax.reduce_max(jnp.where(hit, x, np.asarray(least, x.dtype)), (along,))
-    y = lax.expand_dims(y, (along,))
+    y = lax.expand_dims(element_at(hit, x, (along,)), (along,))
     inside = (index >= 0) & (index < x.shape[along])
     return jnp.where(inside, y, np.asarray(0 if missing is None else missing, x.dtype))
 
