@@ -230,6 +230,8 @@ def test_a_maximum_and_sums_of_exponentials_take_one_exchange(algorithm, f):
             3,
         ),  # the sum of x alone would be less accurate
         (lambda x: jax.nn.log_softmax(x, -1)[:, 3], 2),
+        (lambda x: jax.vjp(lambda x: jnp.sum(_p_log_p(jax.nn.log_softmax(x, -1)), -1), x)[1](x[:, 0]), 2),
+        (lambda x: jnp.sum(_p_log_p(x - jax.nn.logsumexp(x, -1, keepdims=True)), -1), 3),
         (lambda x: jnp.sum(x / jnp.max(x, -1, keepdims=True), -1), 2),  # and would overflow
         (lambda x: jnp.sum(x * (x / jnp.max(x, -1, keepdims=True)), -1), 2),
     ],
@@ -242,6 +244,10 @@ def test_sums_of_terms_with_factors_of_the_row_take_no_pass_of_their_own(f, pass
 def _centred(x, k):
     scale = jax.lax.rsqrt(jnp.mean((x - jnp.mean(x, -1, keepdims=True)) ** 2, -1, keepdims=True) + 1)
     return x - jnp.sum(k(scale) * (scale * (x * x)), -1, keepdims=True)
+
+
+def _p_log_p(y):
+    return jnp.exp(y) * y
 
 
 def _soft(x):

@@ -7,6 +7,7 @@ gradient of a layer norm needs two passes over a row, and three as it is written
 log-softmax is a sum of x - max(x) less the normalizer, times the number of elements.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -53,7 +54,7 @@ def _terms_of(program, step):
         name, operands = (s.name, s.operands) if s is not None else (None, ())
         if name == "neg":
             pending.append((-sign, numbers, operands[0]))
-        elif name == "sub" and _normalizes(made, *operands):
+        elif name == "sub" and _normalizer(made, *operands):
             pending.append((sign, numbers, operands[0]))
             terms.append((-sign, (*numbers, number_of(made, operands[1])), (), ()))
         elif name in ("add", "add_any", "sub"):
@@ -62,10 +63,10 @@ def _terms_of(program, step):
             own = int(number_of(made, operands[0]) is None)
             pending.append((sign, (*numbers, number_of(made, operands[own])), operands[1 - own]))
         else:
-            found = _product(made, v, value.stage)
+            found = _products(made, v, value.stage)
             if found is None:
                 return None
-            terms.append((sign, (*numbers, *found[0]), *found[1:]))
+            terms += [(sign * own, (*numbers, *factors), *rest) for own, factors, *rest in found]
     dims = lambda v: [d.same() for d in v.dims if d is not None]
     values = {v for *_, own in terms for v in own}
     fits = all(v.aval.shape == value.aval.shape and v.dims == value.dims and v.stage < value.stage for v in values)
@@ -74,16 +75,26 @@ def _terms_of(program, step):
     return terms if fits and same and len({own for *_, own in terms}) <= MOST_TERMS else None
 
 
-def _product(made, value, stage):
-    """(numbers, divisors, values) of a product of rows and numbers; None where a product of the values alone may overflow."""
-    numbers, divisors, values, pending = [], [], [], [value]
+def _products(made, value, stage):
+    """[(sign, numbers, divisors, values)] that add up to a product of rows and numbers; None where a product of the values alone may
+    overflow. One of the rows may be a log-softmax, which is a difference, and others its exponential, which is a quotient.
+    """
+    numbers, divisors, values, differences, pending = [], [], [], [], [value]
     while pending:
         v = source(made, pending.pop())
         s, number = made.get(v), number_of(made, v)
+        sub = made.get(source(made, s.operands[0])) if s is not None and s.name == "exp" else s
+        normal = sub is not None and sub.name == "sub" and _normalizer(made, *sub.operands)
         if number is not None:
             numbers.append(number)
         elif v.stage < stage:
             values.append(v)
+        elif normal and sub is not s:
+            exponential, total = normal
+            values.append(exponential)
+            divisors.append(total)
+        elif normal:
+            differences.append((source(made, s.operands[0]), number_of(made, s.operands[1])))
         elif s is not None and s.name == "mul":
             pending += s.operands
         elif s is not None and s.name == "div" and (divisor := number_of(made, s.operands[1])) is not None:
@@ -92,7 +103,12 @@ def _product(made, value, stage):
         else:
             return None
     unbounded = [v for v in values if not _at_most_one(made, v)]
-    return (tuple(numbers), tuple(divisors), tuple(values)) if 1 <= len(values) > len(unbounded) <= 1 else None
+    if not len(values) > len(unbounded) <= 1 - len(differences):
+        return None
+    found = [(1, (*numbers,), (*divisors,), (*values,))]
+    for x, y in differences:
+        found = [(1, (*numbers,), (*divisors,), (*values, x)), (-1, (*numbers, y), (*divisors,), (*values,))]
+    return found
 
 
 def _at_most_one(made, v) -> bool:
@@ -110,15 +126,17 @@ def _at_most_one(made, v) -> bool:
     return False
 
 
-def _normalizes(made, x, y) -> bool:
-    """Whether x is v - max(v) and y is log(sum(exp(x))): x <= 0 <= y, so that no digits are lost if x - y is summed term by term."""
+def _normalizer(made, x, y):
+    """(e, z) if x is v - max(v), e is exp(x) and y is log(z), where z is sum(e): x <= 0 <= y, so that no digits are lost if x - y is
+    summed term by term. None if it is something else.
+    """
     if not isinstance(x, Value) or not isinstance(y, Value):
-        return False
+        return None
     log = made.get(source(made, y))
     total = made.get(source(made, log.operands[0])) if log is not None and log.name == "log" else None
     exp = made.get(source(made, total.operands[0])) if total is not None and total.name == "reduce_sum" else None
     alike = exp is not None and exp.name == "exp" and source(made, exp.operands[0]) is source(made, x)
-    return alike and _at_most_one(made, exp.result)
+    return (exp.result, total.result) if alike and _at_most_one(made, exp.result) else None
 
 
 def number_of(made, v):
@@ -135,15 +153,19 @@ def _rewrite(program, step, terms, stage):
     values = list(dict.fromkeys(v for *_, own in terms for v in own))
     numbers = list(dict.fromkeys(n for _, factors, divisors, _ in terms for n in (*factors, *divisors)))
     shape, axes = step.result.aval.shape, step.params["axes"]
+    # Sums that the program has, too.
+    before = [s for s in program.steps[: program.steps.index(step)] if s.name == "reduce_sum" and s.params["axes"] == axes]
+    sums_of = {s.operands[0]: s.result for s in before if s.result.dtype == step.result.dtype}
+    known = {own: sums_of[own[0]] for *_, own in terms if len(own) == 1 and own[0] in sums_of}
 
     def f(*xs):
-        given = dict(zip([*values, *numbers], xs))
-        sums, total = {}, None
+        given = dict(zip([*values, *numbers, *known.values()], xs))
+        sums, total = {own: given[y] for own, y in known.items()}, None
         for sign, factors, divisors, own in terms:
             if not own:
                 sums[own] = np.asarray(step.operands[0].aval.shape[axes[0]], step.result.dtype)
             elif own not in sums:
-                sums[own] = lax.reduce_sum(math.prod(given[v] for v in own), axes)
+                sums[own] = lax.reduce_sum(functools.reduce(lax.mul, (given[v] for v in own)), axes)
             y = sums[own] if sign > 0 else -sums[own]
             for n, divides in (*((n, False) for n in factors), *((n, True) for n in divisors)):
                 x = given[n].astype(y.dtype)
@@ -152,7 +174,7 @@ def _rewrite(program, step, terms, stage):
             total = y if total is None else total + y
         return total.astype(step.result.dtype)
 
-    replace(program, step, [*values, *numbers], f, stage)
+    replace(program, step, [*values, *numbers, *known.values()], f, stage)
 
 
 def replace(program, step, operands, f, stage=0):
