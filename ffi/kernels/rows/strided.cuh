@@ -99,10 +99,13 @@ struct StridedRows {
     }
   }
   template <class Do> __device__ __forceinline__ void Each(int first, Do f) { Each(first, end, f); }
-  // Calls f(first) for all elements of this block, which are in registers then.
-  template <class Do> __device__ __forceinline__ void EachTile(Do f) {
+  // Calls f(first) for all elements of this block, which are in registers then. What stage `kAt - 1` has read last may still be in L2:
+  // every other stage begins at the end.
+  template <int kAt, class Do> __device__ __forceinline__ void EachTile(Do f) {
     if constexpr (kStreams) {
-      for (int first = begin; first < end; first += kTile) {
+      const int tiles = (end - begin + kTile - 1) / kTile;
+      for (int t = 0; t < tiles; ++t) {
+        const int first = begin + (kAt % 2 ? tiles - 1 - t : t) * kTile;
         LoadAll(first, typename Engine::RowIndex());
         f(first);
       }
@@ -200,7 +203,7 @@ struct StridedRows {
   template <int s> __device__ __forceinline__ void Reduce(Partial<s> (&sum)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) sum[i] = Stages::template Identity<s>(n[i]);
-    EachTile([&](int first) { ReduceStage<s>(first, sum); });
+    EachTile<s>([&](int first) { ReduceStage<s>(first, sum); });
   }
 
   template <int s> __device__ __forceinline__ void RunStages() {
@@ -264,7 +267,7 @@ struct StridedRows {
   }
 
   template <size_t... K> __device__ __forceinline__ void StoreAll(std::index_sequence<K...>) {
-    EachTile([&](int first) {
+    EachTile<F::kStages>([&](int first) {
       const int own = first + static_cast<int>(threadIdx.x) / kLanes;
       const int64_t into[kResults + 1] = {to[K] + own * a.result_stride[K]..., 0};
 #pragma unroll
@@ -299,7 +302,7 @@ struct StridedRows {
 
   template <size_t... I, size_t... K>
   __device__ __forceinline__ void Run(std::index_sequence<I...>, std::index_sequence<K...>) {
-    // What the launch before has read last may still be in L2: every other launch begins at the end.
+    // As in EachTile.
     const int64_t block = kStage > 0 && kStage % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int64_t part = kBlocks > 1 ? block % kBlocks : block / a.tiles;
     tile = kBlocks > 1 ? block / kBlocks : block % a.tiles;

@@ -7,7 +7,6 @@ that picks a label's element of a log-softmax reads its row once for the maximum
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxkern._core.cpp import ELEMENTWISE
 from jaxkern._core.jaxprs import computing

@@ -154,7 +154,9 @@ def _rewrite(program, step, terms, stage):
     numbers = list(dict.fromkeys(n for _, factors, divisors, _ in terms for n in (*factors, *divisors)))
     shape, axes = step.result.aval.shape, step.params["axes"]
     # Sums that the program has, too.
-    before = [s for s in program.steps[: program.steps.index(step)] if s.name == "reduce_sum" and s.params["axes"] == axes]
+    before = [
+        s for s in program.steps[: program.steps.index(step)] if s.name == "reduce_sum" and s.params["axes"] == axes
+    ]
     sums_of = {s.operands[0]: s.result for s in before if s.result.dtype == step.result.dtype}
     known = {own: sums_of[own[0]] for *_, own in terms if len(own) == 1 and own[0] in sums_of}
 
