@@ -273,6 +273,19 @@ def test_kernels_compile(capability):
             assert registry.kernels.module.compile(step.header, step.name, capability, step.source)
 
 
+@pytest.mark.parametrize(
+    "shapes", [[(3,), (3, 8, 4)], [(3, 4), (3, 8, 4)], [(8, 3), (3, 8)], [(4, 3), (3, 8, 4)]], ids=str
+)
+def test_carries_that_no_operation_relates(shapes):
+    """Under vmap, a number for each example lacks the last lanes of other carries. Any lanes of its size will do."""
+    f = lambda h: jax.lax.scan(lambda h, _: ([c * 0.5 for c in h], None), h, length=5)[0]
+    (e,) = scans(jax.make_jaxpr(f)([jax.ShapeDtypeStruct(s, "float32") for s in shapes]).jaxpr)
+    made, core = planned(e)
+    assert core.program.rank == len(shapes[1])
+    if shapes[0] == (4, 3):  # lies across the other carry
+        run_on_the_cpu(e, made, core, "float32")
+
+
 def test_lanes_of_a_thread_far_apart():
     """Where steps lie along another axis, distances of lanes need 64 bits from 2^31 elements on."""
     for steps, far in ((1 << 20, "false"), (1 << 30, "true")):

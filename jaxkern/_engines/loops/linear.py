@@ -20,7 +20,7 @@ from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.jaxpr import MOVES, REDUCTIONS, Constant, Step, Value
 
 _UNARY = ("neg", "conj", "real", "imag")
-_ADD = ("add", "add_any", "sub")
+_ADD = ("add", "add_any", "sub", "complex")
 
 
 def find(program) -> bool:
@@ -118,7 +118,7 @@ class _Reader:
         return operands
 
     def part(self, v, dims, like):
-        """v as a part of these lanes; it is 0 in all lanes but the first along lanes that it lacks. like: of its type."""
+        """v as a part of these lanes; it is 0 in all lanes but the first along lanes that it lacks. like: of its shape."""
         lacking = dims - self.parts.get(v, _lanes(v))
         if isinstance(v, Constant):
             if not np.any(v.value):
@@ -126,7 +126,7 @@ class _Reader:
         if not lacking:
             return v
         zero = Constant(np.zeros((), v.aval.dtype))
-        y = Value(like.aval, like.dims)
+        y = Value(jax.core.ShapedArray(like.aval.shape, v.aval.dtype), like.dims)
         self._add(lax.select_n, [self._first(lacking), zero, v], y)
         self.parts[y] = dims
         return y

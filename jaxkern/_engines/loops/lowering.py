@@ -176,7 +176,7 @@ def have_elements(avals) -> bool:
 
 
 @contextlib.contextmanager
-def left_to_xla(ctx, jaxpr, mark):
+def left_to_xla(ctx, jaxpr, mark, length=1):
     """A loop of a public function that no kernel runs is left to XLA, with a warning unless it has no elements.
 
     These functions check their loops while they are traced. Here are derivatives and batches of these loops, GPUs with less
@@ -186,7 +186,7 @@ def left_to_xla(ctx, jaxpr, mark):
         yield
     except Unsupported as error:
         avals = *ctx.avals_in, *ctx.avals_out
-        if are_known(avals) and have_elements(avals) and _has_own(getattr(jaxpr, "jaxpr", jaxpr), mark):
+        if length and are_known(avals) and have_elements(avals) and _has_own(getattr(jaxpr, "jaxpr", jaxpr), mark):
             compat.warn_once(
                 f"{error}. XLA runs this loop, which is a derivative or a batch of a loop that is one kernel"
             )
@@ -340,7 +340,7 @@ def _register():
                 if compat.may_partition_itself(ctx):
                     found = scan_sharding.lower(ctx, operands, params, mark, LABEL)
                 elif platform == "cuda" and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
-                    with left_to_xla(ctx, params["jaxpr"], loop_p):
+                    with left_to_xla(ctx, params["jaxpr"], loop_p, params["length"]):
                         found = emit(ctx, operands, of_scan(ctx, operands, params, LABEL))
         return otherwise(ctx, *operands, **params) if found is None else found
 

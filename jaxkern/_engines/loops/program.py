@@ -13,6 +13,8 @@ loop. Up to that addition the terms may be multiplied by what lacks the same dim
 linear operations are in linear.py.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -242,7 +244,7 @@ class Program(Flat):
         return [v for v in dict.fromkeys(found) if isinstance(v, Value)]
 
     def _find_lanes(self):
-        """Dimensions that no equation relates are united from the right, as if they were broadcast."""
+        """Dimensions that no equation relates to all lanes are united with lanes of their size, from the right if possible."""
         rank = lambda v: len(v.set())
         full = max(self._values(), key=rank, default=None)
         if full is None:
@@ -250,9 +252,12 @@ class Program(Flat):
             return
         for v in (*self.operands, *self.results):
             if isinstance(v, Value) and not v.set() <= full.set():
-                for a, b in zip(reversed(full.dims), reversed(v.dims)):
+                every = list(reversed(full.dims))
+                for a, b in [*zip(every, reversed(v.dims)), *itertools.product(every, reversed(v.dims))]:
                     if a is not None and b is not None and a.size == b.size:
-                        a.same().unite(b.same())
+                        own, lanes = ({d.same() for d in dims if d is not None} for dims in (v.dims, full.dims))
+                        if b.same() not in lanes and a.same() not in own:
+                            a.same().unite(b.same())
         for v in self._values():
             v.dims = tuple(d and d.same() for d in v.dims)
             if rank(v) < sum(d is not None for d in v.dims):
