@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jaxkern import algorithms
-from jaxkern._core import compat
+from jaxkern._core import compat, launch, registry
 from jaxkern._engines.loops.associative import associative_scan
 
 # (combine, number of arrays, the state before the first step)
@@ -86,6 +86,20 @@ def test_states_that_are_not_what_is_stored():
     wanted = lambda x: [lax.cumlogsumexp(x, 1)]
     close(f(x), wanted(x))
     close(*(jax.jit(jax.grad(loss(g)))(x) for g in (f, wanted)))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_arrays_that_are_the_same_in_all_steps(reverse):
+    """Kernels read them as they are, in the scan and in its gradient, and store nothing that is not used."""
+    decay, x = operands(1, (70,))[0] / 2, operands(1, (2, 3000, 70))[0]
+    of = lambda f: lambda decay, x: jnp.sum(jnp.sin(f("affine", 1, reverse)(jnp.broadcast_to(decay, x.shape), x)[1]))
+    step = jax.jit(jax.grad(of(ours), (0, 1)))
+    close(step(decay, x), jax.jit(jax.grad(of(jax_own), (0, 1)))(decay, x))
+    if registry.kernels_run():
+        text = step.trace(decay, x).lower(lowering_platforms=("cuda",)).as_text()
+        forward, *_, backward = (program.splitlines()[1] for program in launch.programs(text))
+        assert "(float32[70], float32[2,3000,70]) -> (float32[2,3000,70])" in forward
+        assert "float32[3000,2,70]" not in backward and "float32[70]" in backward
 
 
 def test_types_and_lengths():

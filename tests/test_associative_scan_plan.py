@@ -37,15 +37,22 @@ def scan(name, axis, reverse, exclusive):
 
 
 def planned(name, shape, axis, dtype, algorithm="auto", reverse=False, exclusive=False, on=device.H200):
-    """(plan, operands, function)."""
+    """(plan, operands, function). "of a vector", "of a number" in the name: the first operand is the same in all steps."""
+    name, _, repeated = name.partition(" of a ")
     rng = np.random.default_rng(0)
     count = OPERATIONS[name][1] if name in OPERATIONS else MANY.get(name, 1)
     draw = lambda: rng.integers(-9, 9, shape) if "int" in dtype else rng.uniform(0.5, 1.5, shape)
     xs = [jnp.asarray(draw(), dtype) for _ in range(count)]
-    f = scan(name, axis, reverse, exclusive)
+    f, avals = scan(name, axis, reverse, exclusive), list(map(jax.typeof, xs))
     (e,) = (e for e in jax.make_jaxpr(f)(*xs).eqns if e.primitive.name == "jaxkern_associative_scan")
+    dims = [None] * count
+    if repeated:
+        dims[0] = (len(shape) - 1,) if repeated == "vector" else ()
+        xs[0] = 0.6 * xs[0][(0,) * (len(shape) - len(dims[0]))]
+        avals[0], whole = jax.typeof(xs[0]), f
+        f = lambda x, *xs: whole(jnp.broadcast_to(x, shape), *xs)
     with algorithms.force({"associative_scan": algorithm}):
-        made = plan_associative.plan(on, [v.aval for v in e.invars], [v.aval for v in e.outvars], **e.params)
+        made = plan_associative.plan(on, avals, [v.aval for v in e.outvars], **e.params, dims=tuple(dims))
     return made, list(map(np.asarray, xs)), f
 
 
@@ -65,6 +72,9 @@ CASES = [
     ("warp", "four sums", (5, 60), 1, "float32", False),
     ("tiles", "four sums", (2, 2100), 1, "float16", False),
     ("column_tiles", "nine sums", (300, 6), 0, "float32", False),
+    ("lanes", "affine of a number", (3, 33, 6), 1, "float32", False),
+    ("columns", "affine of a vector", (3, 150, 2, 34), 1, "bfloat16", True),
+    ("column_tiles", "affine of a vector", (2, 300, 36), 1, "float32", False),
 ]
 
 

@@ -231,10 +231,13 @@ def test_what_does_not_run_ahead():
         ("recurrence", (3,), 2000, (1, 0), "rows over blocks"),
         ("recurrence", (3,), 9001, (1, 0), "rows over tiles"),
         ("advantages", (2, 3), 200, (1, 2, 0), "rows over warps"),
+        ("gated", (2, 16), 7, None, "lanes"),
+        ("recurrence", (3, 32), 2000, None, "columns over tiles"),
     ],
 )
 def test_steps_along_any_axis(name, shape, length, order, algorithm, monkeypatch):
-    """xs and ys whose dimensions lie in memory in another order, steps among them."""
+    """xs and ys whose dimensions lie in memory in another order, steps among them; order None: the first xs is the same in all steps
+    and along the first dimension, and lies in memory once."""
     monkeypatch.setattr(tuning, "VECTOR_THREADS", 8)
     rng = np.random.default_rng(0)
     for e in traced(name, shape, length, "float32", True):
@@ -243,14 +246,19 @@ def test_steps_along_any_axis(name, shape, length, order, algorithm, monkeypatch
         both = {k: v for k, v in enumerate((*program.operands, *program.results)) if len(v.set()) == len(program.dims)}
         is_ys = lambda k: k - len(program.operands) >= num_carry
         is_xs = lambda k: num_consts + num_carry <= k < len(program.operands)
-        orders = {k: order for k in both if is_xs(k) or is_ys(k)}
+        orders = {k: order or (2,) for k in both if is_xs(k) or (order and is_ys(k))}
+        orders = orders if order else dict([*orders.items()][:1])
         core = Core(program, orders, length)
-        made = plan.plan(FEW, core, length, e.params["reverse"])
+        with algorithms.force({"scan": algorithm.split()[0]} if order is None else {}):
+            made = plan.plan(FEW, core, length, e.params["reverse"])
         assert made.algorithm == algorithm.split()[0]
         assert made.algorithm == "lanes" or f"kOver{algorithm.split()[-1][:-1].title()}" in made.launches[-1].name
         args = [random(v.aval, rng) for v in e.invars]
+        for k in orders if order is None else ():
+            args[k] = np.broadcast_to(args[k][0, 0], args[k].shape)
         wanted = compat.bind_equation(e, *map(jnp.asarray, args))
-        sums, lies = program.zeros, lambda k: np.ascontiguousarray(args[k].transpose(orders.get(k)))
+        turned = lambda x, own: np.ascontiguousarray(x.transpose(own) if order else x[0, 0])
+        sums, lies = program.zeros, lambda k: turned(args[k], orders.get(k))
         reads = [*core.consts, *program.inits, *core.xs]
         arrays = emulated.run(made, [lies(k) if k in orders else args[k] for k in reads], core.shapes(length), False)
         inits = {k: args[num_consts + k] for k in sums}

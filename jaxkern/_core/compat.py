@@ -253,6 +253,13 @@ def _is_jaxpr(x) -> bool:
     return hasattr(x, "eqns") or hasattr(x, "jaxpr")
 
 
+def drops_results(prim, rule) -> None:
+    """JAX removes results of a primitive that are not used by rule(used, equation); without such rules, they stay."""
+    from jax.interpreters import partial_eval
+
+    getattr(partial_eval, "dce_rules", {})[prim] = lambda used, *args: rule(used, args[-1])
+
+
 def used_operands(closed) -> tuple:
     """The positions of the operands that the results of a closed jaxpr depend on."""
     from jax.interpreters import partial_eval

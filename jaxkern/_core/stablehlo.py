@@ -251,3 +251,23 @@ def transposed(value):
     if getattr(operation, "name", None) != "stablehlo.transpose":
         return None, None
     return operation.operands[0], tuple(dict(compat_lowering.attributes(operation))["permutation"])
+
+
+def repeated(value):
+    """(x, dimensions) of a value that repeats the elements of x: which dimension of the value each one of x is; or (None, None).
+
+    Looks through transposes. x has no dimension along which its only element is repeated.
+    """
+    moves, operation = [], getattr(value, "owner", None)
+    while getattr(operation, "name", None) == "stablehlo.transpose":
+        moves.append(tuple(dict(compat_lowering.attributes(operation))["permutation"]))
+        operation = getattr(operation.operands[0], "owner", None)
+    if getattr(operation, "name", None) != "stablehlo.broadcast_in_dim":
+        return None, None
+    x, shape = operation.operands[0], _shape(operation.results[0])
+    dims = tuple(dict(compat_lowering.attributes(operation))["broadcast_dimensions"])
+    if len(dims) == len(shape) or _shape(x) != tuple(shape[d] for d in dims):
+        return None, None
+    for permutation in reversed(moves):
+        dims = tuple(permutation.index(d) for d in dims)
+    return x, dims

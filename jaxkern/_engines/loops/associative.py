@@ -12,6 +12,7 @@ that depends on shapes alone.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +167,7 @@ def _moved(x, first, axis, reverse):
     return jnp.concatenate([rest, begin] if reverse else [begin, rest], axis) if n else x
 
 
-# ---- the primitive
+# ---- the primitives
 
 
 @switch.own_code  # under jaxkern.accelerate lax.associative_scan would come back here
@@ -192,6 +193,27 @@ def _abstract(*xs, spec, axis, reverse):
     return [xs[0].update(dtype=d, weak_type=False) for d in spec.finish.out_dtypes]
 
 
+def _kept(used, equation):
+    """The equation without the results that are not used; see `dce_rules` of JAX."""
+    if not any(used):
+        return [False] * len(equation.invars), None
+    if all(used):
+        return [True] * len(equation.invars), equation
+    kept = tuple(k for k, own in enumerate(used) if own)
+    params = equation.params | {"spec": _with_results(equation.params["spec"], kept)}
+    return [True] * len(equation.invars), equation.replace(outvars=[equation.outvars[k] for k in kept], params=params)
+
+
+@memo.remembered(64)
+def _with_results(spec, kept) -> Associative:
+    """The scan of which only the results at the places `kept` are stored."""
+    finish = spec.finish
+    results = lambda *sx: (lambda ys: [ys[k] for k in kept])(finish.scalars(*sx))
+    of_kept = of_scalars(results, finish.in_dtypes, [finish.out_dtypes[k] for k in kept], finish.label, finish.coarse)
+    derivative = spec.derivative and _with_results(spec.derivative, kept)
+    return dataclasses.replace(spec, finish=of_kept, derivative=derivative)
+
+
 def _batch(prim, xs, dims, *, spec, axis, reverse):
     size = next(x.shape[d] for x, d in zip(xs, dims) if d is not None)
     xs = [
@@ -212,6 +234,33 @@ def _left(prim, ctx, operands, params) -> bool:
     size = sum(map(stablehlo.size, (*ctx.avals_in, *ctx.avals_out)))
     decisions.record_call(ctx, "associative_scan", why, taken, ctx.avals_in, size)
     return bool(why)
+
+
+def _instead(ctx, operands, params, lower):
+    """The scan with operands that repeat an array for each step as they were before, or None."""
+    shape, axis = ctx.avals_in[0].shape, params["axis"]
+    if compat.may_partition_itself(ctx) or math.prod(shape[axis + 1 :]) == 1:
+        return None
+    found = [stablehlo.repeated(operand) for operand in operands]
+    fits = lambda dims: dims is not None and axis not in dims and list(dims) == sorted(dims)
+    found = [(y, dims) if fits(dims) else (None, None) for y, dims in found]
+    dims = tuple(dims for _, dims in found)
+    if dims.count(None) in (0, len(dims)):
+        return None
+    own = [operand if y is None else y for operand, (y, _) in zip(operands, found)]
+    avals = [a if d is None else a.update(shape=tuple(a.shape[k] for k in d)) for a, d in zip(ctx.avals_in, dims)]
+    return lower(repeated_p, ctx.replace(avals_in=avals), own, params | {"dims": dims})
+
+
+def _of_repeated(*xs, spec, axis, reverse, dims):
+    """The scan in jnp, of operands as `repeated_p` has them."""
+    shape = next(x.shape for x, d in zip(xs, dims) if d is None)
+    whole = [x if d is None else lax.broadcast_in_dim(x, shape, d) for x, d in zip(xs, dims)]
+    return _reference(*whole, spec=spec, axis=axis, reverse=reverse)
+
+
+def _abstract_of_repeated(*xs, spec, axis, reverse, dims):
+    return _abstract(*(x for x, d in zip(xs, dims) if d is None), spec=spec, axis=axis, reverse=reverse)
 
 
 def _partition(prim, ctx, operands, params):
@@ -282,12 +331,13 @@ def _tangents(xs, dxs, active, spec, axis, reverse) -> list:
     states = bind(associative_p, *xs, spec=_of_states(spec), axis=axis, reverse=reverse)
     length = xs[0].shape[axis]
     ahead = lambda arrays: [jnp.moveaxis(x, axis, 0) for x in arrays]
-    edge = lambda s: slice(length - 1, length) if reverse else slice(0, 1)
     # The first step has no state before it, and its own state stands there: derivatives at other values may be infinite.
-    before = []
-    for s in ahead(states):
-        parts = [s[edge(s)], s[:-1]]
-        before.append(jnp.concatenate([s[1:], parts[0]] if reverse else parts))
+    # They are put together where they lie, so that a kernel reads and writes all arrays of steps without transposes.
+    part = lambda s, begin, end: lax.slice_in_dim(s, begin, end, axis=axis)
+    shifted = lambda s: (
+        (part(s, 1, length), part(s, length - 1, length)) if reverse else (part(s, 0, 1), part(s, 0, length - 1))
+    )
+    before = ahead([jnp.concatenate(shifted(s), axis) for s in states])
     steps = jnp.arange(length)
     is_first = steps == (length - 1 if reverse else 0)
     of_element, of_combine = spec.element.jvp(active), spec.combine.jvp((*real, *(n + k for k in real)))
@@ -335,8 +385,20 @@ associative_p = primitive(
     plan=plan_associative.plan,
     partition=_partition,
     left=_left,
+    instead=_instead,
     cached=False,
 )
+# The same, of operands that are repeated: dims has the dimensions of such an operand among those of the others, and else None.
+repeated_p = primitive(
+    "jaxkern_associative_scan_of_repeated",
+    _abstract_of_repeated,
+    None,
+    _of_repeated,
+    several=True,
+    plan=plan_associative.plan,
+    cached=False,
+)
+compat.drops_results(associative_p, _kept)
 algorithms.register(plan_associative, "associative_scan")
 ad.primitive_jvps[associative_p] = _jvp
 ad.primitive_transposes[associative_p] = _transpose

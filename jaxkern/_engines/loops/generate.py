@@ -30,8 +30,9 @@ _WHOLE, _NONE = -1, -2  # the map of an array with all lanes in order, and of on
 class Array:
     """An array in memory. dims: for one step, its dimensions of the lanes; None for a dimension that it lacks or has with size 1.
 
-    order: the order in memory of the dimensions of an array of all steps, slowest first: 0 is the dimension of steps, k is
-        dims[k - 1]. Empty if they are in order. length: the number of steps; needed for another order.
+    order: the dimensions in memory of an array of all steps, slowest first: 0 is the dimension of steps, k is dims[k - 1]. Empty
+        if they are in order. A dimension that it leaves out is not in memory: all elements along it are one.
+    length: the number of steps; needed for another order.
     """
 
     dims: tuple

@@ -1,14 +1,21 @@
 """From a scan by an associative operation to C++: the struct `F` that ffi/kernels/loops/associative.cuh takes.
 
-    source, maps = source("Body", spec, outer, length, inner)     definitions, and the groups of each index map
+    lanes = Lanes(shape, axis, dims)                 where lanes lie in arrays
+    text = source("Body", spec, lanes, each=1)       definitions
 
-Arrays are [outer, length, inner], and a lane is a place in [outer, inner].
+A lane is a place in the dimensions of an array without the axis of the scan.
 """
+
+import math
 
 from jaxkern._core import memo
 from jaxkern._core.cpp import cpp_type
 from jaxkern._core.functor import of_scalars
 from jaxkern._core.jaxprs import computing
+from jaxkern._engines.jaxpr import merged
+
+# The maps of arrays whose lanes are adjacent, that have no lanes, and whose steps are adjacent: `Offset` of loops.cuh.
+WHOLE, NONE, ROWS = -1, -2, -3
 
 
 @memo.remembered(256)
@@ -62,16 +69,49 @@ def _step(name, spec) -> str:
     return text + functor("Apply", arguments, call("Combine", carry, named(states, "s"), named(states, "next")))
 
 
-def lanes_of(outer, length, inner) -> list:
-    """The groups of the index map from a lane to its first element, innermost first."""
-    return [(inner, 1)] if outer == 1 else [(inner, 1), (outer, length * inner)]
+class Lanes:
+    """How lanes lie in the arrays of a scan: index maps from a lane to its first element.
+
+    shape: of the arrays. dims: see `associative.repeated_p`. maps: the groups of each index map, (size, stride), innermost first.
+    """
+
+    def __init__(self, shape, axis, dims):
+        outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        self.rows, self.maps, self.step = inner == 1, [], inner
+        own = [(inner, 1)] if outer == 1 else [(inner, 1), (outer, shape[axis] * inner)]
+        self.whole = ROWS if self.rows else WHOLE if outer == 1 else self._number(own)
+        self._operands = [None if d is None else self._groups(shape, axis, d) for d in dims]
+
+    def _number(self, groups) -> int:
+        if groups not in self.maps:
+            self.maps.append(groups)
+        return self.maps.index(groups)
+
+    def _groups(self, shape, axis, dims):
+        strides, stride = {}, 1
+        for d in reversed(dims):
+            strides[d], stride = stride, stride * shape[d]
+        groups = merged((n, strides.get(d, 0)) for d, n in reversed([*enumerate(shape)]) if d != axis and n != 1)
+        return groups, self._number(groups) if groups else NONE
+
+    def of_operand(self, k, lanes) -> tuple:
+        """(LaneKind of loops.cuh, map, distance of two steps) of an operand, for threads of so many lanes."""
+        if self._operands[k] is None:
+            return self.of_result
+        groups, number = self._operands[k]
+        (size, stride), *rest = groups or [(1, 0)]
+        kind = "kEach" if rest and size % lanes else {0: "kSame", 1: "kPack"}.get(stride, "kEach")
+        return kind, number, 0
+
+    @property
+    def of_result(self) -> tuple:
+        return "kEach" if self.rows else "kPack", self.whole, self.step
 
 
-def source(name, spec, outer, length, inner):
+def source(name, spec, lanes, each) -> str:
+    """The struct and its functions. lanes: the Lanes of the scan, of which a thread has `each`."""
     functions = _functions(spec)
     text = "".join(f.source(f"{name}{k}") for k, f in functions.items()) + _step(name, spec)
-    groups = lanes_of(outer, length, inner)
-    whole = inner == 1 or outer == 1
     start = "kOpen" if spec.first is None else "kNumbers"
     types = {
         "Consts": (),
@@ -83,13 +123,16 @@ def source(name, spec, outer, length, inner):
     lines = [f"  using {k} = Types<{', '.join(map(cpp_type, dtypes))}>;" for k, dtypes in types.items()]
     used = ["Element", "Combine", "Step", *(["First"] if spec.first is None else ["Start", "Apply"])]
     lines += [f"  using {k} = {name}{k};" for k in used]
-    kind, at = ("kEach", -3) if inner == 1 else ("kPack", -1 if whole else 0)
-    for k in ("Consts", "Carries", "Xs", "Ys"):
-        lines.append(f"  static constexpr int {k}Kind(int) {{ return {kind}; }}")
-        lines.append(f"  static constexpr int {k}Map(int) {{ return {at}; }}")
-        lines.append(f"  static constexpr int64_t {k}Step(int) {{ return {inner}; }}")
+    for k, dtypes in list(types.items())[:4]:
+        arrays = [lanes.of_operand(at, each) if k == "Xs" else lanes.of_result for at in range(len(dtypes))]
+        for what, values in zip(("Kind", "Map", "Step"), zip(*arrays, lanes.of_result)):
+            picks = "".join(f"k == {at} ? {v} : " for at, v in enumerate(values[:-1]) if v != values[-1])
+            type_ = "int64_t" if what == "Step" else "int"
+            lines.append(
+                f"  static constexpr {type_} {k}{what}(int{' k' * bool(picks)}) {{ return {picks}{values[-1]}; }}"
+            )
     for k, value in (("CarriesOwner", -2), ("YsOwner", -2), ("IsSum", 0), ("PlaceMap", -2)):
         lines.append(f"  static constexpr int {k}(int) {{ return {value}; }}")
-    lines.append(f"  static constexpr int kIndices = 0, kMaps = {int(not whole)}, kStart = {start};")
+    lines.append(f"  static constexpr int kIndices = 0, kMaps = {len(lanes.maps)}, kStart = {start};")
     lines.append("  static constexpr bool kLast = false, kFar = false;")
-    return text + "\n".join([f"struct {name} {{", *lines, "};"]) + "\n", [] if whole else [groups]
+    return text + "\n".join([f"struct {name} {{", *lines, "};"]) + "\n"

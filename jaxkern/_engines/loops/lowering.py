@@ -65,7 +65,8 @@ def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
     """A scan that is being lowered, as a Loop; ctx has the types of its operands and results.
 
     Arrays of all steps that were transposed, such as [batch, steps, features], are read as they were before. If all of them
-    are, ys are written like that, too: programs transpose them back, and XLA drops both transposes.
+    are, ys are written like that, too: programs transpose them back, and XLA drops both transposes. An array that is the same in
+    all steps is read as it was before it was repeated.
 
     Raises: Unsupported, which says why there is no kernel.
     """
@@ -121,7 +122,7 @@ def _in_lanes(operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
             loop = _planned(program, length, reverse, *found)
             if loop.launches.algorithm == "rows":
                 return loop
-    return _planned(program, length, reverse, *_transposed(program, operands))
+    return _planned(program, length, reverse, *_transposed(program, operands, stablehlo.repeated))
 
 
 def _planned(program, length, reverse, sources=None, orders=None) -> Loop:
@@ -192,14 +193,18 @@ def left_to_xla(ctx, jaxpr, mark, length=1):
             )
 
 
-def _transposed(program, operands):
-    """(sources, orders) of the xs that were transposed; see Loop and Core."""
+def _transposed(program, operands, repeated=lambda _: (None, None)):
+    """(sources, orders) of the xs that were transposed; see Loop and Core. repeated: `stablehlo.repeated`, where xs may be such."""
     if program.captured or any(program.operand_parts) or any(program.result_parts):
         return {}, {}
     sources, orders, xs = {}, {}, []
     for k in program.used:
         v = program.operands[k]
         if k < program.num_consts + program.num_carry or not v.set():
+            continue
+        source, dims = repeated(operands[k])
+        if dims and 0 not in dims and any(v.dims[d - 1] is not None for d in dims):
+            sources[k], orders[k] = source, dims
             continue
         xs.append(k)
         source, permutation = stablehlo.transposed(operands[k])
@@ -345,8 +350,9 @@ def _register():
         return otherwise(ctx, *operands, **params) if found is None else found
 
     def reads_transposed(module, equation, operands):
-        """Whether a marked scan may read an array as it was before it was transposed."""
-        return any(stablehlo.transposed(x)[0] is not None for x in operands) and _is_marked(equation.params)
+        """Whether a marked scan may read an array as it was before it was transposed or repeated."""
+        moved = lambda x: stablehlo.transposed(x)[0] is not None or stablehlo.repeated(x)[0] is not None
+        return any(map(moved, operands)) and _is_marked(equation.params)
 
     registry.register_cuda_target(TARGET)
     compat.needs_devices(loop_p)

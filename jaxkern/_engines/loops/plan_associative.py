@@ -190,9 +190,10 @@ def slots(tiles, radix, rows) -> int:
     return tiles + (2 * (tiles // radix + 1) if rows else tiles // radix + tiles // radix**2)
 
 
-def plan(device, operands, results, *, spec, axis, reverse):
-    """The launches of a scan, or None where there is no kernel."""
-    shape = operands[0].shape
+def plan(device, operands, results, *, spec, axis, reverse, dims=None):
+    """The launches of a scan, or None where there is no kernel. dims: see `associative.repeated_p`."""
+    shape = results[0].shape
+    dims = dims or (None,) * len(operands)
     outer, length, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     arrays = [*operands, *results]
     if len(arrays) > MOST_ARRAYS or not operands or (inner >= 1 << 32 and outer > 1):
@@ -204,10 +205,13 @@ def plan(device, operands, results, *, spec, axis, reverse):
     if words > MOST_WORDS:
         return None
     itemsize = max(a.dtype.itemsize for a in arrays)
-    alike = all(a.dtype.itemsize == itemsize for a in arrays) and len(results) <= len(operands)
+    reading = sum(d is None for d in dims)  # arrays of all steps
+    alike = all(a.dtype.itemsize == itemsize for a in arrays) and len(results) <= reading
     problem = Problem(outer, length, inner, itemsize, len(operands), words, alike)
     algorithm = algorithms.pick("associative_scan", algorithms.forced("associative_scan"), problem, device)
-    source, maps = generate_associative.source(NAME, spec, outer, length, inner)
+    lanes = generate_associative.Lanes(shape, axis, dims)
+    if any(len(groups) > define.MAP_RANK for groups in lanes.maps):
+        return None
     carries = len(spec.states)
     reads, writes = range(len(operands)), range(len(results))
 
@@ -228,6 +232,7 @@ def plan(device, operands, results, *, spec, axis, reverse):
             values = (cut.pack, cut.lanes, cut.parts, cut.items, cut.blocks, radix, ahead, over, backwards)
         published = slots(tiles, radix, inner == 1)
         scratch = 8 * words * width * published if shared else 0
+        source = generate_associative.source(NAME, spec, lanes, 1 if inner == 1 else cut.pack)
         args = struct(
             struct(
                 *[launch.null] * (1 + carries + 1),
@@ -235,7 +240,7 @@ def plan(device, operands, results, *, spec, axis, reverse):
                 *[launch.null] * (1 + carries + 1),
                 *map(launch.result, writes),
                 launch.null,
-                *map(define.index_map, maps),
+                *map(define.index_map, lanes.maps),
                 define.index_map([]),
                 i64(outer * inner),
                 i64(length),
