@@ -106,7 +106,7 @@ def test_code_fits_a_laptop():
     [
         ("jaxkern/_definitions/norms.py", "scale_norm"),
         ("jaxkern/_definitions/recurrences.py", "discounted_returns"),
-        ("jaxkern/segment.py", "_mean"),
+        ("jaxkern/_ops/indexing/segments.py", "mean"),
     ],
 )
 def test_contributing_quotes_the_code(path, function):

@@ -9,14 +9,14 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxkern._core import validate
-from jaxkern._core.primitive import bind
+from jaxkern._core import package, validate
 from jaxkern._definitions import quantize as definition
-from jaxkern._ops.quantize import plan
-from jaxkern._ops.quantize.primitive import quantize_tiles_p
+from jaxkern._definitions import quantized_forms as forms
+from jaxkern._definitions.quantization import Quantization, block_of, check_matrix, checked, one_scale, type_of
+
+package.publish(__name__, Quantization)
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -75,14 +75,14 @@ def quantize_rows(
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
     """
-    x, dtype = _checked("quantize_rows", x, dtype)
+    x, dtype = checked("quantize_rows", x, dtype)
     if validate.flag("quantize_rows", "transposed", transposed):
-        _check_matrix("quantize_rows", x)
+        check_matrix("quantize_rows", x)
         if scale is not None:
             raise ValueError("jaxkern.quantize_rows: transposed cannot be used with scale, only with computed scales")
-        return _call(_both, x, dtype=dtype, block=None)
+        return forms.call(forms.both, x, dtype=dtype, block=None)
     if scale is None:
-        return _call(_rows, x, dtype=dtype, block=x.shape[-1])
+        return forms.call(forms.rows, x, dtype=dtype, block=x.shape[-1])
     validate.check_array("quantize_rows", "scale", "an array or a number", scale)
     scale = validate.floating("quantize_rows", jnp.asarray(scale), "scale").astype(jnp.float32)
     shape = (1,) * (x.ndim - scale.ndim) + scale.shape
@@ -140,12 +140,12 @@ def quantize_blocks(
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; transposed: DeepSeek-AI, "DeepSeek-V3
     Technical Report", 2024, section 3.3.
     """
-    x, dtype = _checked("quantize_blocks", x, dtype)
+    x, dtype = checked("quantize_blocks", x, dtype)
     if validate.flag("quantize_blocks", "transposed", transposed):
-        _check_matrix("quantize_blocks", x)
-        _block("quantize_blocks", x, block, -2)
-        return _call(_both, x, dtype=dtype, block=_block("quantize_blocks", x, block))
-    return _call(_rows, x, dtype=dtype, block=_block("quantize_blocks", x, block))
+        check_matrix("quantize_blocks", x)
+        block_of("quantize_blocks", x, block, -2)
+        return forms.call(forms.both, x, dtype=dtype, block=block_of("quantize_blocks", x, block))
+    return forms.call(forms.rows, x, dtype=dtype, block=block_of("quantize_blocks", x, block))
 
 
 @typing.overload
@@ -195,44 +195,12 @@ def quantize_tensor(
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
     """
-    x, dtype = _checked("quantize_tensor", x, dtype)
+    x, dtype = checked("quantize_tensor", x, dtype)
     if validate.flag("quantize_tensor", "transposed", transposed):
-        _check_matrix("quantize_tensor", x)
+        check_matrix("quantize_tensor", x)
     if scale is not None:
-        scale = _one_scale("quantize_tensor", scale)
-    return _call(_tensor, x, scale, dtype=dtype, transposed=bool(transposed))
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantization:
-    """How `rms_norm` and `layer_norm` quantize what they return, in the kernel that computes it.
-
-    Attributes:
-        dtype: float8_e4m3fn, float8_e5m2 or int8.
-        block: the number of neighbours in a row that share a scale; None: a scale for each row.
-        scale: a number, one scale for the whole array that is known already, such as the scale of a `DelayedScale`; then
-            block is None.
-
-    Raises:
-        TypeError: `dtype` is not one of the three, or `block` is not an int.
-        ValueError: `block` is not positive, or `scale` is not a single number.
-
-    >>> import jax.numpy as jnp, jaxkern
-    >>> (q, scale) = jaxkern.rms_norm(jnp.ones((4, 256)), quantize=jaxkern.Quantization(block=128))
-    >>> q.dtype.name, scale.shape
-    ('float8_e4m3fn', (4, 2))
-    """
-
-    dtype: typing.Any = jnp.float8_e4m3fn
-    block: int | None = None
-    scale: typing.Any = None
-
-    def __post_init__(self):
-        _type("Quantization", self.dtype)
-        if self.block is not None and validate.integer("Quantization", "block", self.block, or_none=True) < 1:
-            raise ValueError(f"jaxkern.Quantization: block must be positive, got {self.block}")
-        if self.scale is not None:
-            _one_scale("Quantization", self.scale)
+        scale = one_scale("quantize_tensor", scale)
+    return forms.call(forms.tensor, x, scale, dtype=dtype, transposed=bool(transposed))
 
 
 @functools.partial(
@@ -311,13 +279,13 @@ class DelayedScale:
             ValueError: `length` is not positive, or `scale` is not one number.
         """
         name = "DelayedScale.create"
-        known = _type(name, dtype)
+        known = type_of(name, dtype)
         length = validate.integer(name, "length", length)
         if not 0 < length < 1 << 31:
             raise ValueError(f"jaxkern.{name}: length must be positive and below 2**31, got {length}")
         margin = validate.integer(name, "margin", margin)
         most_recent = validate.flag(name, "most_recent", most_recent)
-        return cls(_one_scale(name, scale), jnp.zeros(length, jnp.float32), known, margin, most_recent)
+        return cls(one_scale(name, scale), jnp.zeros(length, jnp.float32), known, margin, most_recent)
 
     def update(self, amax: ArrayLike) -> DelayedScale:
         """The state after a step in which the largest magnitude was `amax`.
@@ -332,7 +300,7 @@ class DelayedScale:
         Raises:
             ValueError: `amax` is not one number.
         """
-        newest = _one_scale("DelayedScale.update", amax, "amax").reshape(1)
+        newest = one_scale("DelayedScale.update", amax, "amax").reshape(1)
         history = jnp.concatenate([newest, self.history[:-1]])
         largest = history[0] if self.most_recent else jnp.max(history)
         scale = definition.scale_of(largest, self.dtype) * math.ldexp(1.0, self.margin)
@@ -447,159 +415,16 @@ def fake_quantize(x: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, block: 
 
     Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013.
     """
-    x, dtype = _checked("fake_quantize", x, dtype)
-    return _through(x, dtype, x.shape[-1] if block is None else _block("fake_quantize", x, block))
+    x, dtype = checked("fake_quantize", x, dtype)
+    return _through(x, dtype, x.shape[-1] if block is None else block_of("fake_quantize", x, block))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _through(x, dtype, block):
-    q, scale = _call(_rows, x, dtype=dtype, block=block)
+    q, scale = forms.call(forms.rows, x, dtype=dtype, block=block)
     return dequantize(q, scale, x.dtype)
 
 
 @_through.defjvp
 def _through_jvp(dtype, block, primals, tangents):
     return _through(*primals, dtype, block), tangents[0]
-
-
-def _type(name, dtype) -> str:
-    wanted = f"one of {', '.join(plan.TYPES)}"
-    known = validate.dtype_of(name, "dtype", dtype, wanted).name
-    if known not in plan.TYPES:
-        raise TypeError(f"jaxkern.{name}: dtype must be {wanted}, got {known}")
-    return known
-
-
-def _checked(name, x, dtype):
-    validate.check_array(name, "x", "an array", x)
-    x = validate.floating(name, jnp.asarray(x))
-    known = _type(name, dtype)
-    if not x.ndim or x.shape[-1] == 0:
-        raise ValueError(f"jaxkern.{name}: x of shape {x.shape} has no rows")
-    return x, known
-
-
-def _check_matrix(name, x) -> None:
-    if x.ndim < 2 or 0 in x.shape[-2:]:
-        raise ValueError(f"jaxkern.{name}: transposed takes matrices, got x of shape {x.shape}")
-
-
-def _block(name, x, block, dim=-1) -> int:
-    block = validate.integer(name, "block", block)
-    if block < 1 or x.shape[dim] % block:
-        what = "rows" if dim == -1 else "columns"
-        raise ValueError(f"jaxkern.{name}: a block of {block} does not divide the {what} of x of shape {x.shape}")
-    return block
-
-
-def _one_scale(name, scale, argument="scale"):
-    """`scale` as float32 []; errors name it as `argument`."""
-    validate.check_array(name, argument, "a number", scale)
-    scale = validate.floating(name, jnp.asarray(scale), argument)
-    if scale.size != 1:
-        raise ValueError(f"jaxkern.{name}: {argument} must be one number, got shape {scale.shape}")
-    return jax.lax.stop_gradient(scale.astype(jnp.float32).reshape(()))
-
-
-def checked_quantization(name, quantize, x, axis, dtype):
-    """(dtype, block, scale or None) of the `quantize` argument of a norm `name` of x."""
-    if not isinstance(quantize, Quantization):
-        raise TypeError(f"jaxkern.{name}: quantize must be a jaxkern.Quantization, got {type(quantize).__name__}")
-    if dtype is not None:
-        raise ValueError(f"jaxkern.{name}: dtype and quantize cannot be used together: the result has quantize.dtype")
-    if not jnp.ndim(x) or axis not in (-1, jnp.ndim(x) - 1, (-1,), (jnp.ndim(x) - 1,)):
-        raise ValueError(f"jaxkern.{name}: quantize takes rows along the last dimension of x, got axis {axis}")
-    to = _type(name, quantize.dtype)
-    if jnp.shape(x)[-1] == 0:
-        raise ValueError(f"jaxkern.{name}: quantize takes rows with elements, got x of shape {jnp.shape(x)}")
-    if quantize.scale is None:
-        return to, None if quantize.block is None else _block(name, jnp.asarray(x), quantize.block), None
-    if quantize.block is not None:
-        raise ValueError(f"jaxkern.{name}: a Quantization has a block or a scale, not both")
-    return to, None, _one_scale(name, quantize.scale)
-
-
-def _call(f, *operands, **static) -> typing.Any:
-    if any(isinstance(x, Tracer) for x in operands):
-        return f(*operands, **static)
-    return _compiled(f, *operands, **static)
-
-
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("dtype", "block", "transposed"))
-def _compiled(f, *operands, **static):
-    return f(*operands, **static)
-
-
-def _rows(x, *, dtype, block):
-    if block == x.shape[-1]:
-        q, scale = definition.quantized_rows(x, dtype=dtype)
-        return q, scale[..., None]
-    q, scale = definition.quantized_rows(_split(x, {x.ndim - 1: block}), dtype=dtype)
-    return _merged(q, {x.ndim - 1}), scale
-
-
-def _both(x, *, dtype, block):
-    """The quantized x and its quantized transpose; block: None for rows."""
-    if block != plan.TILE:
-        parts = x, jnp.swapaxes(x, -1, -2)
-        return tuple(_rows(a, dtype=dtype, block=block or a.shape[-1]) for a in parts)
-    first, second = x.ndim - 2, x.ndim - 1
-    q, q_t, scale, scale_t = bind(quantize_tiles_p, _tiles(x), dtype=dtype)
-    q, q_t = (_merged(a, {first, second}) for a in (q, q_t))
-    scale, scale_t = (_merged(a, {first}) for a in (scale, scale_t))
-    return (q, scale), (q_t, scale_t)
-
-
-def _tensor(x, scale, *, dtype, transposed):
-    amax = None
-    if scale is None:
-        amax = jax.lax.stop_gradient(definition.largest(x))
-        scale = definition.scale_of(amax, dtype)
-    if transposed and not (x.shape[-1] % plan.TILE or x.shape[-2] % plan.TILE):
-        q, q_t, most = bind(quantize_tiles_p, _tiles(x), scale, dtype=dtype)
-        q, q_t = (_merged(a, {x.ndim - 2, x.ndim - 1}) for a in (q, q_t))
-    else:
-        q, most = definition.quantized_rows(x, scale, dtype=dtype)
-        q_t = jnp.swapaxes(q, -1, -2) if transposed else None
-    amax = definition.largest(most) if amax is None else amax
-    return (q, scale, amax, q_t) if transposed else (q, scale, amax)
-
-
-def _tiles(x):
-    """x as [..., M, 128, N, 128]."""
-    return _split(x, {x.ndim - 2: plan.TILE, x.ndim - 1: plan.TILE})
-
-
-def _split(x, blocks):
-    """x with dimension d as two, [n / blocks[d], blocks[d]].
-
-    On a mesh with explicit axes a split dimension is first gathered, if devices do not have whole blocks of it.
-    """
-    for d, block in blocks.items():
-        axes = validate.explicit_spec(x)[d]
-        sizes = jax.typeof(x).sharding.mesh.shape if axes else {}
-        if axes and x.shape[d] // block % math.prod(sizes[a] for a in (axes if isinstance(axes, tuple) else (axes,))):
-            x = validate.whole(x, d)
-    shape, spec = [], []
-    for d, (n, axes) in enumerate(zip(x.shape, validate.explicit_spec(x))):
-        shape += [n // blocks[d], blocks[d]] if d in blocks else [n]
-        spec += [axes, None] if d in blocks else [axes]
-    return _reshaped(x, shape, spec)
-
-
-def _merged(x, dims):
-    """The inverse of `_split`: each of `dims`, dimensions of the result, is merged from two of x."""
-    shape, spec, at = [], [], 0
-    axes = validate.explicit_spec(x)
-    while at < x.ndim:
-        count = 1 + (len(shape) in dims)
-        spec.append(axes[at])
-        shape.append(math.prod(x.shape[at : at + count]))
-        at += count
-    return _reshaped(x, shape, spec)
-
-
-def _reshaped(x, shape, spec):
-    if not any(spec):
-        return x.reshape(shape)
-    return jax.lax.reshape(x, shape, out_sharding=jax.sharding.PartitionSpec(*spec))

@@ -7,22 +7,14 @@ _ops/indexing and _ops/segment_softmax.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import export
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxkern._core import package, validate
-from jaxkern._core.dtypes import computing
-from jaxkern._ops.indexing import primitive, sort
+from jaxkern._ops.indexing import segments, sort
 from jaxkern._ops.indexing.arguments import Mode, integers, rules_of, safe_index
-from jaxkern._ops.indexing.order import Order, with_order
-from jaxkern._ops.segment_softmax.primitive import segment_softmax as bind_softmax
+from jaxkern._ops.indexing.order import Order
 
 package.publish(__name__, Order)
 
@@ -78,9 +70,9 @@ def segment_sum(
 
     Source: Bell and Garland, "Implementing sparse matrix-vector multiplication on throughput-oriented processors", 2009.
     """
-    return _segment(
+    return segments.segment(
         "segment_sum",
-        _sum,
+        segments.total,
         data,
         segment_ids,
         num_segments,
@@ -133,9 +125,9 @@ def segment_mean(
 
     Source: a sum and a count, as for `segment_sum`.
     """
-    return _segment(
+    return segments.segment(
         "segment_mean",
-        _mean,
+        segments.mean,
         data,
         segment_ids,
         num_segments,
@@ -186,9 +178,9 @@ def segment_max(
     >>> jaxkern.segment_max(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
     [3.0, -inf, 2.0]
     """
-    return _segment(
+    return segments.segment(
         "segment_max",
-        _max,
+        segments.largest,
         data,
         segment_ids,
         num_segments,
@@ -239,9 +231,9 @@ def segment_min(
     >>> jaxkern.segment_min(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
     [1.0, inf, 2.0]
     """
-    return _segment(
+    return segments.segment(
         "segment_min",
-        _min,
+        segments.smallest,
         data,
         segment_ids,
         num_segments,
@@ -295,9 +287,9 @@ def segment_prod(
     >>> product(data).tolist(), jax.grad(lambda data: product(data).sum())(data).tolist()
     ([-0.0, 1.0, 5.0], [0.0, -3.0, 1.0])
     """
-    return _segment(
+    return segments.segment(
         "segment_prod",
-        _prod,
+        segments.product,
         data,
         segment_ids,
         num_segments,
@@ -369,7 +361,7 @@ def segment_softmax(
     rules = rules_of(name, 0, mode, sorted=validate.flag(name, "indices_are_sorted", indices_are_sorted), unique=False)
     if isinstance(order, Order) and order.wrap:
         raise ValueError(f"jaxkern.{name}: the order must be made with wrap=False")
-    return _with_order(name, _softmax, data, segment_ids, num_segments, rules, mode, order)
+    return segments.ordered_segment(name, segments.softmax, data, segment_ids, num_segments, rules, mode, order)
 
 
 def sort_indices(ids: ArrayLike, num_segments: int, *, mode: Mode = None, wrap: bool = False) -> Order:
@@ -415,7 +407,7 @@ def sort_indices(ids: ArrayLike, num_segments: int, *, mode: Mode = None, wrap: 
     validate.check_array(name, "ids", "an array of integers", ids)
     if num_segments is None:
         raise TypeError(f"jaxkern.{name}: num_segments must be an int, got None")
-    rows = _num_segments(name, num_segments, ids)
+    rows = segments.number_of_segments(name, num_segments, ids)
     if isinstance(rows, int) and rows >= 2**32 - 1:
         raise ValueError(f"jaxkern.{name}: num_segments must be below 2**32 - 1, got {rows}")
     return _sort_jit(safe_index(ids), rows=rows, wrap=rules.wrap, clip=rules.clip)
@@ -428,126 +420,3 @@ def _sort_jit(ids, *, rows, wrap, clip):
     flat = validate.mergeable(ids, ids.ndim).reshape(1, -1)
     keys, order = sort.sort_indices(flat, rows=rows, wrap=wrap, clip=clip)
     return Order(ids, keys, order, rows, wrap, clip)
-
-
-def _with_order(name, compute, data, segment_ids, num_segments, rules, mode, order):
-    validate.check_array(name, "data", "an array", data)
-    if segment_ids is not None:
-        validate.check_array(name, "segment_ids", "an array of integers", segment_ids)
-    rows = None
-    if order is None or num_segments is not None:
-        rows = _num_segments(name, num_segments, segment_ids)
-    ids, order_operands, rules = with_order(name, "segment_ids", segment_ids, order, rules, mode, rows)
-    rows = rows if order is None else order.num_segments
-    return _segment_jit(data, safe_index(ids), *order_operands, name=name, compute=compute, rows=rows, rules=rules)
-
-
-def _segment(
-    name,
-    compute,
-    data,
-    segment_ids,
-    num_segments,
-    indices_are_sorted,
-    unique_indices,
-    bucket_size,
-    mode,
-    out_sharding,
-    order,
-):
-    rules = rules_of(
-        name,
-        0,
-        mode,
-        sorted=validate.flag(name, "indices_are_sorted", indices_are_sorted),
-        unique=validate.flag(name, "unique_indices", unique_indices),
-    )
-    if bucket_size is not None and validate.integer(name, "bucket_size", bucket_size, or_none=True) < 1:
-        raise ValueError(f"jaxkern.{name}: bucket_size must be positive, got {bucket_size}")
-    if out_sharding is not None and not isinstance(out_sharding, (NamedSharding, PartitionSpec)):
-        raise TypeError(
-            f"jaxkern.{name}: out_sharding must be a NamedSharding, a PartitionSpec or None, got "
-            f"{validate.shown(out_sharding)}"
-        )
-    y = _with_order(name, compute, data, segment_ids, num_segments, rules, mode, order)
-    if out_sharding is None:
-        return y
-    try:
-        return jax.sharding.reshard(y, out_sharding)
-    except (TypeError, ValueError) as error:  # it does not fit the mesh or the result
-        raise ValueError(f"jaxkern.{name}: out_sharding {out_sharding}: {error}") from None
-
-
-def _num_segments(name, num_segments, segment_ids):
-    if num_segments is None:
-        if isinstance(segment_ids, Tracer):
-            raise TypeError(
-                f"jaxkern.{name}: num_segments must be given where segment_ids is traced, "
-                f"as {jax.typeof(segment_ids).str_short()} is"
-            )
-        if segment_ids is None:
-            raise TypeError(f"jaxkern.{name}: segment_ids must be an array, got None")
-        ids = np.asarray(segment_ids)
-        if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise TypeError(f"jaxkern.{name}: segment_ids must be of an integer type, got {ids.dtype}{list(ids.shape)}")
-        rows = max(int(ids.max()) + 1, 0) if ids.size else 0
-    elif export.is_symbolic_dim(num_segments):
-        return num_segments
-    else:
-        rows = validate.integer(name, "num_segments", num_segments)
-    if rows < 0:
-        raise ValueError(f"jaxkern.{name}: num_segments must not be negative, got {rows}")
-    x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-    most = np.iinfo(np.int64 if x64 or num_segments is not None else np.int32).max
-    if rows > most:  # without x64 ids beyond int32 name no row of their own
-        raise ValueError(
-            f"jaxkern.{name}: num_segments must be at most {most}, got {rows}"
-            f"{'' if num_segments is not None else ' from segment_ids'}"
-        )
-    return rows
-
-
-@functools.partial(jax.jit, static_argnames=("name", "compute", "rows", "rules"), inline=True)
-def _segment_jit(data, segment_ids, *order, name, compute, rows, rules):
-    """compute(name, data, ids, *order, rows, rules) of data of shape (count, ...) and ids of shape (count,)."""
-    ids = integers(name, "segment_ids", segment_ids)
-    if ids.ndim == 1 and data.shape[:1] == ids.shape:
-        return compute(name, data, ids, *order, rows=rows, rules=rules)
-    tail = data.shape[1:]
-    try:
-        data = jnp.broadcast_to(data, (*ids.shape, *tail))
-    except ValueError:
-        raise ValueError(
-            f"jaxkern.{name}: data of shape {data.shape} does not fit segment_ids of shape {ids.shape}"
-        ) from None
-    flat = validate.mergeable(data, ids.ndim).reshape(math.prod(ids.shape), *tail)
-    flat_ids = validate.mergeable(ids, ids.ndim).reshape(-1)
-    y = compute(name, flat, flat_ids, *order, rows=rows, rules=rules)
-    return y.reshape(data.shape) if compute is _softmax else y
-
-
-def _reduced(prim, booleans=True):
-    def compute(name, data, *at, rows, rules):
-        if data.dtype == jnp.bool_ and not booleans:
-            raise TypeError(f"jaxkern.{name}: data must not be boolean, got bool{list(data.shape)}")
-        return primitive.segment(prim, data, *at, rows=rows, rules=rules)
-
-    return compute
-
-
-_sum = _reduced(primitive.segment_sum_p, booleans=False)
-_prod = _reduced(primitive.segment_prod_p, booleans=False)
-_max = _reduced(primitive.segment_max_p)
-_min = _reduced(primitive.segment_min_p)
-
-
-def _softmax(name, data, *at, rows, rules):
-    return bind_softmax(validate.floating(name, data, "data"), *at, rows=rows, rules=rules)
-
-
-def _mean(name, data, *at, rows, rules):
-    dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
-    total = primitive.segment_sum(data.astype(computing(dtype)), *at, rows=rows, rules=rules)
-    count = primitive.segment_sum(jnp.ones(at[0].shape, jnp.int32), *at, rows=rows, rules=rules)
-    count = jnp.maximum(count, 1).reshape(rows, *[1] * (data.ndim - 1))
-    return (total / count.astype(total.dtype)).astype(dtype)

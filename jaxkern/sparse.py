@@ -5,7 +5,6 @@ Each is one or a few calls of the primitives of `jaxkern.messages`, which comput
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -16,10 +15,10 @@ from jax.typing import ArrayLike
 from jaxkern._core import cpp, validate
 from jaxkern._core.define import CUDA_TYPES
 from jaxkern._core.dtypes import computing
+from jaxkern._definitions.bags import even_bags, in_bags, reduced_bags, row_of, sorted_graph, weighted
 from jaxkern._ops.indexing.arguments import integers, safe_index
 from jaxkern._ops.indexing.order import Order
-from jaxkern._ops.messages.edges import Edges
-from jaxkern._ops.messages.graphs import in_range, mapped, node_count, ordered_edges
+from jaxkern._ops.messages.graphs import in_range, mapped, node_count
 from jaxkern.messages import Graph, PyTree, edge_max, edge_sum
 from jaxkern.segment import segment_softmax
 
@@ -102,10 +101,10 @@ def embedding_bag(
         bags, length = ids.shape
         starts = jnp.arange(bags + 1, dtype=jnp.uint32) * jnp.uint32(length)
         bag_of = jnp.arange(bags * length, dtype=jnp.uint32) // jnp.uint32(max(length, 1))
-        graph, valid = _in_bags(ids.reshape(-1), bag_of, starts, rows)
+        graph, valid = in_bags(ids.reshape(-1), bag_of, starts, rows)
         computable = {a.dtype.name for a in (table, weights) if a is not None} <= CUDA_TYPES.keys() - {"bool"}
         if mode != "max" and computable and 0 < length <= SHORT_BAG and 0 not in (rows, bags):
-            return _even(table, weights, graph, valid, ids.shape, mode)
+            return even_bags(table, weights, graph, valid, ids.shape, mode)
     elif offsets is not None:
         offsets = _indices(name, "offsets", offsets)
         if offsets.ndim != 1:
@@ -114,8 +113,8 @@ def embedding_bag(
         starts = jnp.clip(offsets, 0, count).astype(jnp.uint32)
         starts = jnp.concatenate([starts, jnp.full((1,), count, jnp.uint32)])
         position = jnp.arange(count, dtype=jnp.uint32)
-        bag_of = _row_of(starts, position)
-        graph, valid = _in_bags(ids, bag_of, starts, rows)
+        bag_of = row_of(starts, position)
+        graph, valid = in_bags(ids, bag_of, starts, rows)
     else:
         validate.check_array(name, "segment_ids", "an array of integers", segment_ids)
         # Counted before they become an array of JAX, which is a tracer under jit.
@@ -126,11 +125,11 @@ def embedding_bag(
                 f"jaxkern.{name}: segment_ids of shape {segment_ids.shape} and ids of shape {ids.shape} differ"
             )
         if indices_are_sorted:
-            graph, valid = _sorted_graph(ids, segment_ids, rows, bags)
+            graph, valid = sorted_graph(ids, segment_ids, rows, bags)
         else:
             graph = Graph(ids, segment_ids, num_senders=rows, num_receivers=bags)
             valid = jnp.ones(ids.shape, bool)
-    return _bag(table, graph, valid, None if weights is None else weights.reshape(-1), mode)
+    return reduced_bags(table, graph, valid, None if weights is None else weights.reshape(-1), mode)
 
 
 def _numbers(name, argument, x):
@@ -146,117 +145,6 @@ def _numbers(name, argument, x):
 def _indices(name, argument, index):
     validate.check_array(name, argument, "an array of integers", index)
     return integers(name, argument, jnp.asarray(safe_index(index)))
-
-
-def _in_bags(ids, bag_of, starts, rows):
-    """(graph, valid) of ids that lie bag by bag. They are sorted for the gradient alone. An id that is padding is an edge
-    from row 0 for which `valid` is False."""
-    position = jnp.arange(ids.shape[0], dtype=jnp.uint32)
-    valid = in_range(ids, rows) & (position >= starts[0])
-    other = jnp.where(valid, ids, 0).astype(jnp.uint32)
-    bags = starts.shape[0] - 1
-    into = Edges(bag_of, position, other, starts)
-    known = valid & (bag_of < bags)
-    back = ordered_edges(known, other, jnp.where(known, bag_of, 0), rows)
-    return Graph.tree_unflatten((rows, bags, None), (other, bag_of, into, back)), valid
-
-
-def _row_of(starts, position):
-    """The row that contains each position; 0 before the first row, the number of rows after the last."""
-    after = jnp.searchsorted(starts, position, side="right", method="scan_unrolled").astype(jnp.uint32)
-    return jnp.maximum(after, 1) - 1
-
-
-def _sorted_graph(senders, receivers, num_senders, num_receivers):
-    """The graph of these edges, whose receivers ascend; receivers out of range may be at either end."""
-    wide = receivers if receivers.dtype.itemsize >= 4 else receivers.astype(jnp.int32)
-    # Offsets of rows, and edges that belong to no row, before and after them.
-    starts = jnp.searchsorted(wide, jnp.arange(num_receivers + 1, dtype=wide.dtype), method="scan_unrolled")
-    row = jnp.where(wide < 0, 0, jnp.where(in_range(wide, num_receivers), wide, num_receivers)).astype(jnp.uint32)
-    return _in_bags(senders, row, starts.astype(jnp.uint32), num_senders)
-
-
-def _bag(table, graph, valid, weights, mode):
-    if table.shape[0] == 0 or graph.num_edges == 0 or graph.num_receivers == 0:
-        dtype = table.dtype if weights is None else jnp.promote_types(table.dtype, weights.dtype)
-        dtype = dtype if mode != "mean" or jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
-        return jnp.zeros((graph.num_receivers, *table.shape[1:]), dtype)
-    if mode == "max":
-        lowest = _lowest(table.dtype)
-        y = edge_max(lambda x, on: jnp.where(on, x, jnp.asarray(lowest, x.dtype)), graph, senders=table, edges=valid)
-        filled = edge_sum(lambda on: on.astype(jnp.int32), graph, edges=valid) > 0
-        return jnp.where(filled.reshape(-1, *[1] * (table.ndim - 1)), y, 0)
-    if mode == "sum":
-        return _total(table, weights, graph, valid)
-    count = edge_sum(lambda on: on.astype(jnp.float32), graph, edges=valid)
-    return _mean(functools.partial(_total, table, weights, graph, valid), table, count)
-
-
-def _mean(total, table, count):
-    """Means of bags, from their sizes `count` and from total(dtype), which returns their sums in that dtype."""
-    dtype = table.dtype if jnp.issubdtype(table.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
-    wide = computing(dtype)
-    return (total(wide) / jnp.maximum(count, 1).astype(wide).reshape(-1, *[1] * (table.ndim - 1))).astype(dtype)
-
-
-def _total(table, weights, graph, valid, dtype=None):
-    """The sum of each bag; its dtype is `dtype`, by default the common dtype of table and weights."""
-    if weights is not None:
-        return edge_sum(_weigh, graph, senders=table, edges=(weights.reshape(-1), valid))
-    take = lambda x, on: jnp.where(on, x, jnp.zeros_like(x))
-    return edge_sum(lambda x, on: take(x, on).astype(dtype or x.dtype), graph, senders=table, edges=valid)
-
-
-def _even(table, weights, graph, valid, shape, mode):
-    """Sums or means of bags that all have the same number of ids. shape: (bags, ids of a bag).
-
-    XLA computes the result. Derivatives come from `_total`.
-    """
-    table = validate.whole(table, 0)
-    if mode == "sum":
-        weights = weights if weights is None else validate.whole(validate.whole(weights, 0), 1)
-        dtype = table.dtype if weights is None else jnp.promote_types(table.dtype, weights.dtype)
-        return _even_total(table, weights, graph, valid, shape, dtype)
-    count = jnp.sum(valid.reshape(shape), 1)
-    return _mean(lambda dtype: _even_total(table, weights, graph, valid, shape, dtype), table, count)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
-def _even_total(table, weights, graph, valid, shape, dtype):
-    wide, on = computing(dtype), valid.reshape(*shape, *[1] * (table.ndim - 1))
-    x = table.at[graph.senders.reshape(shape)].get(mode="promise_in_bounds")
-    x = jnp.where(on, x, jnp.zeros_like(x)).astype(wide)
-    if weights is not None:
-        x = x * jnp.where(on, weights.reshape(on.shape), 0).astype(wide)
-    return jnp.sum(x, 1, dtype=wide).astype(dtype)
-
-
-@functools.partial(_even_total.defjvp, symbolic_zeros=True)
-def _even_total_jvp(shape, dtype, primals, tangents):
-    """Tangents come from `_total`, which is linear in table and in weights."""
-    table, weights, graph, valid = primals
-    varied = [
-        k for k in (0, 1) if primals[k] is not None and type(tangents[k]) is not jax.custom_derivatives.SymbolicZero
-    ]
-
-    def total(*numbers):
-        given = dict(zip(varied, numbers))
-        return _total(given.get(0, table), given.get(1, weights), graph, valid, dtype)
-
-    y = _even_total(table, weights, graph, valid, shape, dtype)
-    if not varied:
-        return y, jax.custom_derivatives.zero_from_primal(y)
-    return y, jax.jvp(total, [primals[k] for k in varied], [tangents[k] for k in varied])[1]
-
-
-def _weigh(x, edge):
-    """x times a weight, or 0 for padding, also in derivatives and if the row or weight of the padding is NaN."""
-    weight, on = edge
-    return jnp.where(on, x, jnp.zeros_like(x)) * jnp.where(on, weight, jnp.zeros_like(weight))
-
-
-def _lowest(dtype):
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
 
 
 def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = None) -> jax.Array:
@@ -301,7 +189,7 @@ def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = No
             f"jaxkern.spmm: graph is {graph!r}, which is not the graph of a matrix of shape {a.shape} with {a.nse} elements"
         )
     on = in_range(graph.senders, a.shape[1])
-    return edge_sum(_weigh, graph, senders=b, edges=(a.data, on))
+    return edge_sum(weighted, graph, senders=b, edges=(a.data, on))
 
 
 def spmm_graph(a: sparse.BCOO | sparse.BCSR) -> Graph:
@@ -328,9 +216,9 @@ def spmm_graph(a: sparse.BCOO | sparse.BCSR) -> Graph:
     if isinstance(a, sparse.BCSR):
         starts = a.indptr.astype(jnp.uint32)
         position = jnp.arange(a.nse, dtype=jnp.uint32)
-        graph, valid = _in_bags(a.indices, _row_of(starts, position), starts, columns)
+        graph, valid = in_bags(a.indices, row_of(starts, position), starts, columns)
     elif a.indices_sorted:
-        graph, valid = _sorted_graph(a.indices[:, 1], a.indices[:, 0], columns, rows)
+        graph, valid = sorted_graph(a.indices[:, 1], a.indices[:, 0], columns, rows)
     else:
         return Graph(a.indices[:, 1], a.indices[:, 0], num_senders=columns, num_receivers=rows)
     # Elements that are padding have no column; `spmm` finds them by the graph.
@@ -504,7 +392,7 @@ def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
     # Tokens are in order, so that the gradient needs no sort.
     starts = jnp.arange(tokens + 1, dtype=jnp.uint32) * jnp.uint32(k)
     token = jnp.arange(tokens * k, dtype=jnp.uint32) // jnp.uint32(max(k, 1))
-    back, valid = _in_bags(indices.reshape(-1), token, starts, num_slots)
+    back, valid = in_bags(indices.reshape(-1), token, starts, num_slots)
     graph = Graph.tree_unflatten((tokens, num_slots, None), (token, back.senders, back.out_of, back.into))
     if 0 in (tokens, k, num_slots):
         return jnp.zeros((num_slots, *x.shape[1:]), x.dtype)

@@ -17,21 +17,11 @@ from jaxkern._ops.elementwise import plan, table
 
 MODULE = registry.kernels.module
 DEVICES = (H200, A100, Device(84, 86, 99 * 1024), Device(170, 120, 99 * 1024))
-DTYPES = {
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f32": "float32",
-    "f64": "float64",
-    "s8": "int8",
-    "u8": "uint8",
-    "s32": "int32",
-    "pred": "bool",
-}
 needs_nvrtc = pytest.mark.skipif(MODULE is None or MODULE.compiler()[1] != "", reason="NVRTC is not installed")
 
 
-def array(type_, shape):
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES[type_]))
+def array(dtype, shape):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def planned(kernel, shapes, full, device=H200):
@@ -65,7 +55,7 @@ def test_every_signature_has_a_plan_within_limits(device):
 
 def test_flat_and_strided_calls():
     find = {k.key: k for k in table.kernels()}
-    add = find["add(f32,f32)->f32"]
+    add = find["add(float32,float32)->float32"]
     algorithm = lambda shapes, full: planned(add, shapes, full).algorithm
     assert algorithm([(64, 128)], (64, 128)) == "flat"
     assert algorithm([(64, 128), (1, 1)], (64, 128)) == "flat"
@@ -86,13 +76,13 @@ def test_flat_and_strided_calls():
 
 
 def test_halves_of_an_array():
-    operands = [array("f16", (4, 2, 64))]
+    operands = [array("float16", (4, 2, 64))]
     for split, offset in ((2, 64), (1, 128), (0, 512)):
         shape = tuple(n // 2 if d == split else n for d, n in enumerate((4, 2, 64)))
-        p = plan.plan("swiglu", H200, operands, [array("f16", shape)], split=split)
+        p = plan.plan("swiglu", H200, operands, [array("float16", shape)], split=split)
         first, second = p.launches[0].args[0].members[:2]
         assert first == launch.operand(0) and second == launch.operand(0, offset), split
-        g = array("f16", shape)
+        g = array("float16", shape)
         p = plan.plan("swiglu_grad", H200, [*operands, g], operands, split=split)
         pointers = p.launches[0].args[0].members[:5]
         assert pointers == (
@@ -159,9 +149,9 @@ def check_walk(step, expected):
     ],
 )
 def test_strides_reach_every_element_once(full, shapes):
-    for name in ("add(f32,f32)->f32", "less(f16,f16)->pred", "add(f64,f64)->f64"):
+    for name in ("add(float32,float32)->float32", "less(float16,float16)->bool", "add(float64,float64)->float64"):
         kernel = next(k for k in table.kernels() if k.key == name)
-        size, out = {"f32": (4, 4), "f16": (2, 1), "f64": (8, 8)}[kernel.operands[0]]
+        size, out = {"float32": (4, 4), "float16": (2, 1), "float64": (8, 8)}[kernel.operands[0]]
         index = [np.broadcast_to(np.arange(math.prod(s)).reshape(s), full) for s in (*shapes, full)]
         p = planned(kernel, shapes, full)
         assert p.algorithm == "strided"
@@ -188,7 +178,7 @@ def test_halves_reach_every_element_once(shape, split):
     """Forward and backward, halves of one element included, which have gaps between them."""
     first, second = np.split(np.arange(math.prod(shape)).reshape(shape), 2, split)
     full = first.shape
-    whole, half = array("f32", shape), array("f32", full)
+    whole, half = array("float32", shape), array("float32", full)
     dense = np.arange(first.size).reshape(full)
     x, g, y = ("operand", 0), ("operand", 1), ("result", 0)
     forward = plan.plan("swiglu", H200, [whole], [half], split=split)
@@ -205,8 +195,8 @@ def test_halves_reach_every_element_once(shape, split):
 def test_structs_are_laid_out_as_in_the_kernels():
     """The sizes that elementwise.cuh asserts."""
     by_key = {k.key: k for k in table.kernels()}
-    flat = planned(by_key["add(f32,f32)->f32"], [(8,)], (8,))
-    strided = plan.plan("swiglu", H200, [array("f32", (4, 16))], [array("f32", (4, 8))], split=1)
+    flat = planned(by_key["add(float32,float32)->float32"], [(8,)], (8,))
+    strided = plan.plan("swiglu", H200, [array("float32", (4, 16))], [array("float32", (4, 8))], split=1)
     text = (runtime.kernels_folder() / plan.HEADER).read_text()
     sizes = [int(n) for n in re.findall(r"sizeof\(\w+Args<2, 1, \d>\) == (\d+)", text)]
     assert [plans.layout(p.launches[0].args[0])[0] for p in (flat, strided)] == sizes
@@ -218,7 +208,7 @@ def test_kernels_compile():
     done, kernels = set(), set()
     turn = itertools.cycle(range(3))
     for kernel in table.kernels():
-        if (kernel.functor, kernel.coarse) in done or kernel.computing == "f64":
+        if (kernel.functor, kernel.coarse) in done or kernel.computing == "float64":
             continue
         done.add((kernel.functor, kernel.coarse))
         n = next(turn)
@@ -233,7 +223,7 @@ def test_kernels_compile():
 @needs_nvrtc
 @pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
 def test_kernels_compile_for_every_gpu(capability):
-    add = next(k for k in table.kernels() if k.key == "add(bf16,bf16)->bf16")
+    add = next(k for k in table.kernels() if k.key == "add(bfloat16,bfloat16)->bfloat16")
     calls = ([(1 << 27,)], (1 << 27,)), ([(64, 128), (1, 128)], (64, 128))
     plans.compile_kernels({(s.header, s.name) for call in calls for s in steps(planned(add, *call))}, capability)
 

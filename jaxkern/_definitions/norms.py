@@ -13,8 +13,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxkern._core.validate import Axis
 from jaxkern._definitions.moments import inverse_root, mean_square, standardized
 from jaxkern._definitions.operation import operation
+from jaxkern._definitions.quantization import Quantization
 from jaxkern._ops.norm import plan
-from jaxkern.quantize import Quantization
 
 
 @operation(columns=("scale",), masks=("where",), by_hand=plan)

@@ -38,9 +38,9 @@ from jaxkern._core.algorithms import forced
 from jaxkern._core.dtypes import computing
 from jaxkern._core.rows import mask_shape
 from jaxkern._definitions import quantized
+from jaxkern._definitions.quantization import checked_quantization
 from jaxkern._definitions.traced import of_rows
 from jaxkern._engines.rows.primitive import define
-from jaxkern.quantize import checked_quantization
 
 OPTIONS = ("axis", "dtype", "epsilon", "residual", "epilogue", "epilogue_args", "quantize")
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxkern._core import launch
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import ceil_div, cpp_bool
+from jaxkern._core.define import ceil_div, cpp_bool, cuda_type
 from jaxkern._core.launch import Launch, Plan
 from jaxkern._core.params import Params
 from jaxkern._ops.elementwise import table, tuning
@@ -23,39 +23,7 @@ HEADER = "elementwise/elementwise.cuh"
 FLAT_ARGS, STRIDED_ARGS = Params(HEADER, "FlatArgs"), Params(HEADER, "StridedArgs")
 GROUPS = 3  # runs of neighbouring dimensions that each array either broadcasts over or not
 
-_TYPE_NAMES = {
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "float32": "f32",
-    "float64": "f64",
-    "int8": "s8",
-    "uint8": "u8",
-    "int16": "s16",
-    "uint16": "u16",
-    "int32": "s32",
-    "uint32": "u32",
-    "int64": "s64",
-    "uint64": "u64",
-    "bool": "pred",
-}
-_CUDA_TYPES = {
-    "f16": "__half",
-    "bf16": "__nv_bfloat16",
-    "f32": "float",
-    "f64": "double",
-    "s8": "int8_t",
-    "u8": "uint8_t",
-    "s16": "int16_t",
-    "u16": "uint16_t",
-    "s32": "int32_t",
-    "u32": "uint32_t",
-    "s64": "int64_t",
-    "u64": "uint64_t",
-    "pred": "Pred",
-}
-_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "pred": 1}
-_BYTES |= {f"{sign}{8 * n}": n for sign in "su" for n in (1, 2, 4, 8)}
-_ARITHMETIC = {"f32": "Single", "f64": "Double", "s32": "Integer"}
+_ARITHMETIC = {"float32": "Single", "float64": "Double", "int32": "Integer"}
 
 
 @functools.cache
@@ -72,7 +40,7 @@ def plan(name, device, operands, results, *, split=-1, algorithm="auto", **_):
             halved = split >= 0 and k == 0 and aval.shape == operands[0].shape
             views.append([View.of(kind(k), aval, split if halved else -1, half) for half in range(1 + halved)])
     ins, outs = (list(itertools.chain(*v)) for v in (views[: len(operands)], views[len(operands) :]))
-    kernel = _kernels().get(f"{name}({','.join(v.type for v in ins)})->{','.join(v.type for v in outs)}")
+    kernel = _kernels().get(f"{name}({','.join(v.dtype.name for v in ins)})->{','.join(v.dtype.name for v in outs)}")
     if kernel is None:
         return None
     arrays, parameters = ins[: len(ins) - kernel.parameters], ins[len(ins) - kernel.parameters :]
@@ -97,27 +65,25 @@ def elementwise(device, functor, arrays, outs, parameters, sizes, strides, heade
 class View:
     """An array or a half of one: its buffer, and its strides in elements along the dimensions of the result."""
 
-    def __init__(self, buffer, type, shape, strides):
-        self.buffer, self.type, self.shape, self.strides = buffer, type, shape, strides
+    def __init__(self, buffer, dtype, shape, strides):
+        self.buffer, self.dtype, self.shape, self.strides = buffer, dtype, shape, strides
 
     @classmethod
     def of(cls, buffer, aval, split, half):
-        type_ = _TYPE_NAMES.get(aval.dtype.name, "none")
-        shape, strides = list(aval.shape), []
-        for d in range(len(shape)):
-            strides.append(math.prod(shape[d + 1 :]))
+        shape = list(aval.shape)
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
         if split >= 0:
             shape[split] //= 2
-            buffer = buffer._replace(offset=half * shape[split] * strides[split] * _BYTES.get(type_, 1))
-        return cls(buffer, type_, shape, strides)
+            buffer = buffer._replace(offset=half * shape[split] * strides[split] * aval.dtype.itemsize)
+        return cls(buffer, aval.dtype, shape, strides)
 
     @property
     def cuda_type(self):
-        return _CUDA_TYPES[self.type]
+        return "Pred" if self.dtype == np.bool_ else cuda_type(self.dtype)
 
     @property
     def bytes(self):
-        return _BYTES[self.type]
+        return self.dtype.itemsize
 
 
 def collapse(views):
@@ -175,7 +141,7 @@ class _Call:
         self.unroll = 1 if widest == 8 or len(arrays) > 2 else 2
         moved = sum(v.bytes * self.count for v, s in zip((*arrays, *outs), self.strides) if any(s))
         self.exceeds_l2 = moved > device.l2_bytes
-        ins, results = (", ".join(_CUDA_TYPES[v.type] for v in vs) for vs in (arrays, outs))
+        ins, results = (", ".join(v.cuda_type for v in vs) for vs in (arrays, outs))
         self.template = f"Elementwise<{functor}, {len(parameters)}, Types<{results}>, Types<{ins}>>"
         buffers = lambda views: [v.buffer for v in views]
         self.pointers = dict(

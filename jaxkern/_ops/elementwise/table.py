@@ -24,18 +24,18 @@ class Row(typing.NamedTuple):
     domain: tuple[float, float] = (-6.0, 6.0)  # tests and benchmarks take their numbers from here
 
 
-FLOATS = ("f16", "bf16", "f32", "f64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 # The types that kernels exist for: the types that T may be, operands, result. A parameter has the type that T is
 # computed in.
 SIGNATURES = {
     "float": (FLOATS, ("T",), "T"),
-    "number": ((*FLOATS, "s32"), ("T",), "T"),
-    "test": (FLOATS, ("T",), "pred"),
-    "compare": ((*FLOATS, "s32"), ("T",), "pred"),
-    "logical": (("pred",), ("T",), "T"),
-    "select": ((*FLOATS, "s32", "pred"), ("pred", "T", "T"), "T"),
+    "number": ((*FLOATS, "int32"), ("T",), "T"),
+    "test": (FLOATS, ("T",), "bool"),
+    "compare": ((*FLOATS, "int32"), ("T",), "bool"),
+    "logical": (("bool",), ("T",), "T"),
+    "select": ((*FLOATS, "int32", "bool"), ("bool", "T", "T"), "T"),
 }
-CAST_TYPES = (*FLOATS, "s8", "u8", "s32", "pred")
+CAST_TYPES = (*FLOATS, "int8", "uint8", "int32", "bool")
 
 
 def _unary(name, functor, like, summary, **more):
@@ -255,7 +255,7 @@ class Kernel(typing.NamedTuple):
 
 
 def computing(type_: str) -> str:
-    return {"f64": "f64", "s32": "s32", "pred": "s32"}.get(type_, "f32")
+    return {"float64": "float64", "int32": "int32", "bool": "int32"}.get(type_, "float32")
 
 
 def kernels_of(row: Row):
@@ -264,7 +264,7 @@ def kernels_of(row: Row):
     if len(operands) == 1:
         operands *= len(row.arrays)
     for t in types:
-        c, coarse = computing(t), t in ("f16", "bf16")
+        c, coarse = computing(t), t in ("float16", "bfloat16")
         arrays = tuple(t if o == "T" else o for o in operands)
         parameters = (c,) * len(row.parameters)
         out = t if result == "T" else result
@@ -287,8 +287,8 @@ def cast_kernels():
     for a in CAST_TYPES:
         for b in CAST_TYPES:
             if a != b and (a in FLOATS or b in FLOATS):
-                wide = "f64" in (a, b) or (a == "s32" and b != "f32")
-                yield Kernel("cast", "Cast", (a,), (b,), 0, "f64" if wide else "f32", False)
+                wide = "float64" in (a, b) or (a == "int32" and b != "float32")
+                yield Kernel("cast", "Cast", (a,), (b,), 0, "float64" if wide else "float32", False)
 
 
 def kernels():

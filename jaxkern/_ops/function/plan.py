@@ -8,7 +8,7 @@ import math
 
 from jaxkern._core import launch
 from jaxkern._core.cpp import cpp_type
-from jaxkern._core.define import ceil_div, cpp_bool
+from jaxkern._core.define import CUDA_TYPES, ceil_div, cpp_bool
 from jaxkern._core.dtypes import computing
 from jaxkern._core.launch import Launch, Plan, i64
 from jaxkern._core.params import Params
@@ -29,7 +29,7 @@ def plan(device, operands, results, *, function, sums):
     shape = tuple(map(max, zip(*(a.shape for a in operands))))
     arrays = [View.of(launch.operand(k), a, -1, 0) for k, a in enumerate(operands)]
     outs = [View.of(launch.result(k), a, -1, 0) for k, a in enumerate(results)]
-    if any(v.type == "none" for v in (*arrays, *outs)):
+    if any(v.dtype.name not in CUDA_TYPES for v in (*arrays, *outs)):
         return None
     source = function.source(FUNCTOR)
     if not any(sums):
@@ -41,7 +41,7 @@ def plan(device, operands, results, *, function, sums):
 
 
 def _summed(device, arrays, outs, shape, function, source):
-    full = View(None, "none", shape, [math.prod(shape[d + 1 :]) for d in range(len(shape))])
+    full = View(None, None, shape, [math.prod(shape[d + 1 :]) for d in range(len(shape))])
     sizes, strides = collapse([*arrays, *outs, full])
     if len(sizes) > 3:
         return None

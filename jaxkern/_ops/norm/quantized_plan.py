@@ -3,6 +3,7 @@
 import math
 
 from jaxkern._core import launch
+from jaxkern._core.define import cpp_bool
 from jaxkern._ops.norm import plan, tuning
 from jaxkern._ops.quantize import plan as quantize_plan
 
@@ -32,7 +33,9 @@ class _Kind:
 
 def _streaming(n, kind, inner, pack):
     blocks = min(n.p.rows, 4 * n.device.sm_count)
-    name = f"NormQuantizeStream<{n.op}, {pack}, {kind.type}, {quantize_plan.cpp(kind.given)}{f', {inner.name}' if inner else ''}>"
+    name = (
+        f"NormQuantizeStream<{n.op}, {pack}, {kind.type}, {cpp_bool(kind.given)}{f', {inner.name}' if inner else ''}>"
+    )
     source = inner.source if inner else ""
     return [launch.Launch(_HEADER, name, [n.params(blocks)], blocks, tuning.STREAM_THREADS, source=source)]
 

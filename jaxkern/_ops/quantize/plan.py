@@ -3,16 +3,12 @@
 import math
 
 from jaxkern._core import launch
-from jaxkern._core.define import CUDA_TYPES, FLOAT8
+from jaxkern._core.define import CUDA_TYPES, FLOAT8, cpp_bool
 
 DTYPES = ("float16", "bfloat16", "float32")
 TYPES = {"int8": "Int8", **FLOAT8}
 
 TILE, _THREADS = 128, 256
-
-
-def cpp(flag) -> str:
-    return "true" if flag else "false"
 
 
 def tiles(device, operands, results, *, dtype) -> launch.Plan | None:
@@ -36,7 +32,7 @@ def tiles(device, operands, results, *, dtype) -> launch.Plan | None:
 
     def steps(vectors):
         types = f"{CUDA_TYPES[x.dtype.name]}, {TYPES[str(dtype)]}"
-        name = f"QuantizeTiles<{types}, {cpp(given)}, {cpp(vectors)}>"
+        name = f"QuantizeTiles<{types}, {cpp_bool(given)}, {cpp_bool(vectors)}>"
         return (launch.Launch("quantize/tiles.cuh", name, args, blocks, _THREADS),)
 
     return launch.Plan("tiles", steps(True), unaligned=steps(False))
