@@ -61,7 +61,7 @@ MOVED = {
     "a residual and its norm": (lambda x, r, w: (row_functions.rms_norm(h := x + r, w), h), "xxc", 5, 4),
     "a normalizer": (lambda x: jax.nn.logsumexp(x, -1), "x", 2, 1),
     "a loss": (row_functions.loss, "xl", 2, 1),
-    "a softmax that keeps its normalizer": (lambda x: (jax.nn.softmax(x), jax.nn.logsumexp(x, -1)), "x", 2, 2),
+    "a softmax that keeps its normalizer": (lambda x: (jax.nn.softmax(x), jax.nn.logsumexp(x, -1)), "x", 3, 2),
     "two elementwise results": (lambda x: (x + 1, x - jnp.mean(x, -1, keepdims=True)), "x", 4, 3),
 }
 

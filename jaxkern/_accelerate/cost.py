@@ -6,8 +6,9 @@ constants are fitted to `benchmarks/results/row_kernel-NVIDIA_H200.json`, and to
 
 XLA fuses elementwise operations into the reduction or the result that reads them, so a kernel of XLA reads arrays that are in
 memory, and again for each reduction that waits for another one: from L2 as far as all arrays fit there. It makes one kernel of
-all, by Triton, if a single array of rows is written, nothing is summed over rows, no element is picked, and rows are short or no
-number of them is kept.
+all, by Triton, if a single array of rows is written, nothing is summed over rows, no element is picked, and no number of rows is
+kept that is reduced in several stages, or rows are short and it is reduced in one. Otherwise the numbers take a kernel of their own
+[the causal softmax of llama, whose normalizer its gradient reads, bfloat16 131072x1024, H100: 123 and 222 us].
 """
 
 import dataclasses
@@ -34,6 +35,9 @@ TRITON_NARROW, TRITON_THREE, TRITON_LONG, TRITON_WIDE, LONG, SHORT = 1.6, 2.5, 1
 # 32768x4096, H200: 160 us where they take 128].
 OPERATION, XLA_OPERATION = 0.05e-12, 0.04e-12
 FUNCTION, COARSE_FUNCTION = 12, 5
+# Operations of a quotient of float32, and how many times as long they take where threads share the elements of rows that are not adjacent
+# [Sinkhorn's logsumexp of quotients, float32 8192x8192, H100: 120 us along the last axis, 217 along the first; bytes take 87].
+QUOTIENT, ACROSS = 4, 1.85
 # Seconds for each array of columns that a kernel sums over rows: blocks store partial sums, which a second kernel adds [llama, gradient
 # of a norm, bfloat16 8192x1024, H100: 31 us for 50 MB; gated_norm backward, bfloat16 32768x4096, H200: 338 us for 1342 MB].
 SUMS = 13e-6
@@ -135,8 +139,15 @@ class _Model:
         function = COARSE_FUNCTION if core.coarse else FUNCTION
         known = lambda p: {v for v, at in kept.items() if at < p}
         arithmetic = OPERATION * sum(self._operations(values, known(p), function) for p, values in enumerate(passes))
+        arithmetic *= ACROSS if self._is_across() else 1
         launches = len(plan.launches) + bool(core.epilogue)
         return max(moved * factor / self.bandwidth, arithmetic) + columns * SUMS + launches * LAUNCH, moved
+
+    def _is_across(self) -> bool:
+        """Whether the row is not the last dimension of its arrays."""
+        arrays = [*(self.program.operands[k] for k in self.core.rows), *(o.result for o in self.core.of_kind("row"))]
+        last = lambda v: next((d for d in reversed(v.dims) if d is not None), None)
+        return any(last(v) is not self.program.row for v in arrays)
 
     def _ragged(self) -> bool:
         """Whether rows are not whole packs."""
@@ -165,7 +176,10 @@ class _Model:
         whole = [v for values_ in reduced for v in values_]
         narrow = self.program.row.size < LONG
         fuses = not sums and not picks and self.stages
-        if fuses and len(late) == 1 and (narrow or not core.of_kind("number")):
+        numbers = bool(core.of_kind("number"))
+        if fuses and len(late) == 1 and numbers and narrow and len(self.stages) > 1:
+            kernels += [self._kernel_of(whole, ()), self._kernel_of([*whole, *values], late, self._triton())]
+        elif fuses and len(late) == 1 and (narrow or not numbers):
             kernels.append(self._kernel_of([*whole, *values], late, self._triton()))
         elif fuses and not late and len(self.stages) > 2:
             kernels.append(self._kernel_of(whole, (), self._triton(rows=False)))
@@ -207,7 +221,9 @@ class _Model:
         """Operations that compute values of rows from those that are known. function: how many a function is."""
         steps = [self.made[v] for v in self._needed(values, known) if v.is_row and v in self.made and v not in known]
         own = [step for step in steps if step.name not in (*MOVES, "iota")]
-        return self.elements * sum(function if step.name in DEAR else 1 for step in own)
+        quotient = QUOTIENT if self.narrow >= 4 else 1
+        weights = {"div": quotient} | dict.fromkeys(DEAR, function)
+        return self.elements * sum(weights.get(step.name, 1) for step in own)
 
     def _needed(self, values, known) -> set:
         """Rows that values are computed from, down to those that are known, and the numbers and operands that they read."""

@@ -432,7 +432,7 @@ class Copies:
         if not all(getattr(v.aval, "dtype", None) in DTYPES for v in (*e.invars, *e.outvars)):
             return False
         if owner is not None:  # rows of another region; their numbers are small
-            return owner.is_row(x) and (region is None or (owner.shape, owner.axis) == (region.shape, region.axis))
+            return owner.is_row(x) and (region is None or owner.shape == region.shape)
         if region is None or region.is_row(x):
             return False
         renames = name not in ("reshape", "squeeze", "expand_dims") or is_renamed(e.invars[0].aval.shape, x.aval.shape)
