@@ -63,6 +63,9 @@ def sanitize_select(dtypes: list[str], quick: bool) -> tuple[int, list[str]]:
                     of = f"{algorithm} {dtype} {r}x{columns}"
                     compare(f"argsort {of}", f(jaxkern.argsort), f(jnp.argsort), rows(r, columns))
                     compare(f"sort {of}", f(jaxkern.sort), f(jnp.sort), rows(r, columns))
+                    pairs = lambda x: jaxkern.sort_pairs(x, x[::-1])[1]
+                    gathered = lambda x: jnp.take_along_axis(x[::-1], jnp.argsort(x), -1)
+                    compare(f"sort_pairs {of}", pairs, gathered, rows(r, columns).astype(jnp.dtype(dtype)))
         for size, side in itertools.product((1, 4096, 50000), ("left", "right")):
             search = lambda f: lambda a, x: f(a, x, side=side)  # noqa: B023
             array = np.sort(rows(size).astype(np.float32)).astype(jnp.dtype(dtype))

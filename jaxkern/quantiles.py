@@ -100,7 +100,7 @@ def _checked(name, x, q, axis, method, keepdims):
 def _quantile(x, q, axes, method, keepdims):
     kept = [n for d, n in enumerate(x.shape) if d not in axes]
     shape = tuple(1 if d in axes else n for d, n in enumerate(x.shape)) if keepdims else tuple(kept)
-    rows = jnp.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim)).reshape(*kept, -1)
+    rows = jnp.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim)).reshape(*kept, math.prod(x.shape[a] for a in axes))
     wide, count = computing(x.dtype), q.size
     position = q.reshape(-1).astype(wide) * (rows.shape[-1] - 1)
     low, high = jnp.floor(position), jnp.ceil(position)

@@ -19,12 +19,13 @@ from jaxkern._core import functor, switch, validate
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._ops.select.route import route_p
-from jaxkern._ops.select.top_k import MOST, top_k_p
+from jaxkern._ops.select.top_k import top_k_p
 from jaxkern._ops.softmax.dropout import check_key
 from jaxkern.reduction import logsumexp
 from jaxkern.row_kernel import row_kernel
 
 Pair = tuple[jax.Array, jax.Array]
+NUCLEUS = 1024  # so many of the most probable classes are tried before all are sorted
 
 
 def top_k(x: ArrayLike, k: int, axis: int = -1, *, function: Callable[[jax.Array], ArrayLike] | None = None) -> Pair:
@@ -51,7 +52,7 @@ def top_k(x: ArrayLike, k: int, axis: int = -1, *, function: Callable[[jax.Array
     Derivatives: forward and reverse mode, of any order, by `x`. Tangents are gathered at the indices.
 
     Cost: for n elements of e bytes in r rows, n e bytes are read once and r k (e + 4) are written. If there are
-    few long rows, each part of a row first writes k candidates of 8 bytes. More than 1024 elements cost a sort of the row.
+    few long rows, each part of a row first writes k candidates of 8 bytes. More than 2048 elements cost a sort of the row.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> values, indices = jaxkern.top_k(jnp.array([3.0, 1.0, 4.0, 1.0, 5.0]), 2)
@@ -201,7 +202,7 @@ def _top_p(logits, p, axis):
         return logits
     rows, p = (lax.stop_gradient(jnp.moveaxis(a, axis, -1)) for a in (logits, p))
     rows = _without_nan(rows.astype(computing(logits.dtype)))
-    found, enough = _nucleus(rows, p, MOST)
+    found, enough = _nucleus(rows, p, NUCLEUS)
     least, last = lax.cond(enough, lambda: found, lambda: _nucleus(rows, p, rows.shape[-1])[0])
     column = lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
     kept = (rows > -jnp.inf) & ((p >= 1) | (rows > least) | ((rows == least) & (column <= last)))
@@ -353,11 +354,11 @@ def _sample(logits, key, temperature, top_p, min_p, most, axis):
         at = drawn(scaled, kept)
         return jnp.take_along_axis(columns, at[..., None], -1)[..., 0], jnp.all(enough)
 
-    if most is not None or (top_p is not None and count <= MOST):
+    if most is not None or (top_p is not None and count <= NUCLEUS):
         return among(min(most or count, count))[0]
     if top_p is not None:
         total = row_kernel(_log_total, name="logsumexp")(rows, scale)
-        found, enough = among(MOST, total)
+        found, enough = among(NUCLEUS, total)
         return lax.cond(enough, lambda: found, lambda: among(count)[0])
     scaled = rows.astype(wide) / scale
     found = drawn(scaled, above(scaled, jnp.max(scaled, -1, keepdims=True)))
@@ -394,7 +395,8 @@ def moe_route(logits: ArrayLike, k: int, capacity: int | None = None, *, renorma
 
     Returns:
         (weights, experts, slots, counts), a NamedTuple:
-        `weights`, (tokens, k), of the type of `logits` if that is floating-point: softmax(logits) of the experts.
+        `weights`, (tokens, k), of the type of `logits` if that is floating-point: softmax(logits) of the experts; as there, NaN for
+        a token with a logit of +inf.
         `experts`, int32 (tokens, k), most probable first.
         `slots`, int32 (tokens, k). With a capacity expert * capacity + n for the n-th token of the expert, in the order of
         tokens, and -1 for tokens that are too many: experts * capacity slots. Without one the tokens of expert 0 have the

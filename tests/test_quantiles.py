@@ -31,6 +31,7 @@ def test_quantiles(method, dtype):
 
 
 def test_infinite_elements():
+    assert jaxkern.median(np.zeros((0, 3, 5)), (1, 2)).shape == (0,)
     assert jaxkern.quantile(jnp.array([jnp.inf, 0, -jnp.inf]), jnp.array([0, 0.5, 1])).tolist() == [-np.inf, 0, np.inf]
 
 

@@ -63,11 +63,16 @@ KERNELS = [
     ("block", (2, 20011), "float16", 1024, False),
     ("block", (2, 5000), "uint32", 1, True),
     ("block", (3, 700), "bool", 700, False),
+    ("block", (2, 9000), "float32", 2048, False),
+    ("network", (5, 100), "float32", 20, False),
+    ("sort", (2, 3000), "bfloat16", 1100, False),
+    ("sort", (2, 500), "int8", 500, False),
     ("block", (2, 9000), "float16 negated", 300, False),
     ("block", (2, 9000), "uint32 negated", 5, False),
     ("warp", (5, 100), "int16 negated", 3, False),
     ("split", (1, 330000), "float32", 130, False),  # more candidates than a block holds
     ("split", (1, 50001), "int16", 7, True),
+    ("split", (2, 30000), "float32", 1500, False),
 ]
 
 
@@ -92,7 +97,7 @@ def plans():
     for shape, dtype, k, capacity, renormalize, _ in ROUTES:
         given = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))]
         found.append(route.plan(few, given, None, k=k, capacity=capacity, renormalize=renormalize))
-    steps = [p.unaligned if case[-1] else p.launches for p, case in zip(found, [*KERNELS, *ROUTES])]
+    steps = [p.unaligned if case[-1] and p.unaligned else p.launches for p, case in zip(found, [*KERNELS, *ROUTES])]
     emulated.prepare(*(dataclasses.replace(p, launches=s, unaligned=None) for p, s in zip(found, steps)))
     return found
 
@@ -117,6 +122,7 @@ def test_route_kernels(n):
     """Weights against NumPy, with ties among the logits; experts, slots and counts against a loop."""
     (shape, dtype, k, capacity, renormalize, unaligned), made = ROUTES[n], plans()[len(KERNELS) + n]
     x = np.round(np.random.default_rng(n).normal(size=shape), 1).astype(jnp.dtype(dtype))
+    x[3, 2], x[5, :3] = np.inf, -np.inf
     check_limits(made, device.H200)
     results = [((shape[0], k), x.dtype), *[((shape[0], k), np.int32)] * 2, ((shape[1],), np.int32)]
     found = emulated.run(made, [x], results, unaligned)
@@ -126,9 +132,10 @@ def test_route_kernels(n):
 
 
 def plain_route(logits, k, capacity, renormalize):
-    """By loops, in float64."""
+    """By loops, in float64. With a logit of +inf all weights are NaN."""
     wide, at = logits.astype(np.float64), wanted(logits, k)[1]
-    p = np.exp(wide - wide.max(1, keepdims=True))
+    with np.errstate(invalid="ignore"):
+        p = np.exp(wide - wide.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
     weights = np.take_along_axis(p, at, 1)
     weights = weights / weights.sum(1, keepdims=True) if renormalize else weights
@@ -148,12 +155,13 @@ def test_largest_parts_and_candidates():
 
 
 def test_choices():
-    """Short rows for few elements run in warps, few long rows in parts; XLA has more than 1024 elements and 64 bits."""
+    """Short rows for few elements run in warps, few long rows in parts; rows of which many are wanted are sorted."""
     ask = lambda *p, **given: algorithms.choose("top_k", *p, device=device.H200, **given)
     assert [ask(32768, 256, 8), ask(4096, 32768, 50), ask(64, 128256, 50), ask(1, 1 << 24, 100)] == [
         *("warp", "block", "split", "split")
     ]
-    assert not algorithms.fits("top_k", "block", 4, 5000, 1025) and not algorithms.fits("top_k", "warp", 4, 1025, 3)
+    assert [ask(4096, 256, 64), ask(4096, 4096, 2048), ask(64, 128256, 2048)] == ["network", "sort", "split"]
+    assert not algorithms.fits("top_k", "block", 4, 5000, 2049) and not algorithms.fits("top_k", "warp", 4, 1025, 3)
 
 
 @needs_nvrtc
@@ -299,6 +307,9 @@ def test_routes(capacity, renormalize):
     """The slots carry tokens to their experts and back. A batch of routers, and the derivative."""
     tokens, experts, k = 37, 5, 2
     logits = jnp.asarray(np.random.default_rng(5).normal(size=(tokens, experts)), jnp.float32)
+    special = logits.at[1, 2].set(jnp.inf).at[2, :4].set(-jnp.inf)
+    exact = plain_route(np.asarray(special), k, capacity, renormalize)
+    np.testing.assert_allclose(jaxkern.moe_route(special, k, capacity, renormalize=renormalize)[0], exact[0], rtol=1e-5)
     weights, chosen, slots, counts = jaxkern.moe_route(logits, k, capacity, renormalize=renormalize)
     exact = plain_route(np.asarray(logits), k, capacity, renormalize)
     np.testing.assert_allclose(weights, exact[0], rtol=1e-5)

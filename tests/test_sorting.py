@@ -31,6 +31,16 @@ def order_of(x, descending):
     return x.shape[-1] - 1 - np.argsort(x[..., ::-1], -1, kind="stable")[..., ::-1]
 
 
+def in_order(x, descending, wanted):
+    """(what is carried, or None; the results of `wanted`, some of values, indices and "carried TYPE")."""
+    at, carried = order_of(x, descending), None
+    exact = {"values": np.take_along_axis(x, at, -1), "indices": at.astype(np.int32)}
+    if wanted[-1].startswith("carried"):
+        carried = rows(x.shape, wanted[-1].split()[1], 1)
+        exact[wanted[-1]] = np.take_along_axis(carried, at, -1)
+    return carried, [exact[n] for n in wanted]
+
+
 # ---- kernels
 
 
@@ -51,6 +61,10 @@ SORTS = [
     ("tiles", (2, 4096), "float64", True, ("indices",)),
     ("tiles", (1, 40001), "int16", False, ("values",)),
     ("tiles", (2, 300), "uint8", True, ("indices",)),
+    ("network", (5, 70), "float32", True, ("values", "carried int8")),
+    ("block", (3, 500), "bfloat16", False, ("carried int32",)),
+    ("block", (2, 1000), "float32", True, ("values", "indices", "carried float64")),
+    ("tiles", (2, 5000), "float16", False, ("values", "carried float32")),
 ]
 SEARCHES = [("int32", 1), ("uint32", 4096), ("float32", 100003), ("float64", 40001)]
 COUNTS = [
@@ -65,8 +79,11 @@ COUNTS = [
 
 
 def sorting(algorithm, shape, dtype, descending, wanted):
+    """wanted: with the type of what is carried."""
+    (carried,) = [typed(shape, n.split()[1]) for n in wanted if " " in n] or [None]
+    names = tuple(n.split()[0] for n in wanted)
     with algorithms.force(sort=algorithm):
-        return sort_rows.plan(device.H200, [typed(shape, dtype)], None, descending=descending, wanted=wanted)
+        return sort_rows.plan(device.H200, [typed(shape, dtype), carried], None, descending=descending, wanted=names)
 
 
 def searching(dtype, size, count, right):
@@ -95,9 +112,9 @@ def test_sort(algorithm, shape, dtype, descending, wanted):
     with jax.enable_x64(True):
         x, made = rows(shape, dtype), sorting(algorithm, shape, dtype, descending, wanted)
     check_limits(made, device.H200)
-    at = order_of(x, descending)
-    exact = {"values": np.take_along_axis(x, at, -1), "indices": at.astype(np.int32)}
-    same(emulated.run(made, [x], [(shape, exact[n].dtype) for n in wanted]), [exact[n] for n in wanted])
+    carried, exact = in_order(x, descending, wanted)
+    operands = [x] if carried is None else [x, carried]
+    same(emulated.run(made, operands, [(shape, a.dtype) for a in exact]), exact)
 
 
 @compiler
@@ -148,15 +165,15 @@ def test_choices_and_plans():
         for shape, dtype in (((1, 1 << 26), "float32"), ((3, 1 << 22), "int64"), ((1 << 20, 4097), "uint8")):
             for wanted in (("values",), ("indices",), ("values", "indices")):
                 how = {"descending": False, "wanted": wanted}
-                check_limits(sort_rows.plan(on, [typed(shape, dtype)], None, **how), on)
+                check_limits(sort_rows.plan(on, [typed(shape, dtype), None], None, **how), on)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(
     "header, name, capability",
     [
-        (sort_rows.NETWORK, "SortRows<uint32_t, jaxkern::Order::kFloat, 1024, 256>", 80),
-        (sort_rows.RADIX, "SortBlock<uint64_t, jaxkern::Order::kFloat, 512, 8, true>", 80),
+        (sort_rows.NETWORK, "SortRows<uint32_t, jaxkern::Order::kFloat, 1024, 256, uint32_t>", 80),
+        (sort_rows.RADIX, "SortBlock<uint64_t, jaxkern::Order::kFloat, 512, 8, true, uint64_t>", 80),
         (sort_rows.RADIX, "SortScatter<uint32_t, jaxkern::Order::kFloat, 512, 16, true>", 90),
         (search.HEADER, "Search<uint32_t, jaxkern::Order::kFloat, true, 1024, 4>", 90),
         (count.HEADER, "CountShared<int32_t, 4, 4>", 90),
@@ -186,7 +203,15 @@ def test_sorts(dtype):
             exact = np.take_along_axis(flat, order, 0 if axis is None else axis)
             keys, values = jaxkern.sort_pairs(x, {"a": x, "b": places}, **how)
             same([jaxkern.sort(x, **how), keys, values["a"]], [exact] * 3)
-            same([values["b"]], [np.take_along_axis(places.reshape(flat.shape), order, axis or 0)])
+            follow = np.take_along_axis(places.reshape(flat.shape), order, axis or 0)
+            same([values["b"], jaxkern.sort_pairs(x, places, **how)[1]], [follow] * 2)
+    if dtype == "float32":  # one array of values, which moves with the keys: batches of it, and derivatives
+        follow = lambda keys: jax.vmap(lambda v: jaxkern.sort_pairs(keys, v)[1])  # noqa: B023
+        batch = np.stack([places[0], -places[0]])
+        exact = np.take_along_axis(batch, np.argsort(x[0], -1, kind="stable")[None], -1)
+        same([jax.jit(follow(x[0]))(batch)], [exact])
+        slopes = jax.grad(lambda v: jnp.sum(follow(x[0])(v)[..., 0]))(batch.astype(np.float32))
+        assert (np.asarray(slopes) == (np.asarray(batch) == exact[..., :1])).all()
 
 
 @pytest.mark.parametrize(
@@ -204,13 +229,12 @@ def test_sorts_of_few_elements(shape, axis):
 @pytest.mark.parametrize("algorithm, shape, dtype, descending, wanted", SORTS)
 def test_algorithms(algorithm, shape, dtype, descending, wanted):
     """Each of them, where there is a GPU."""
-    with jax.enable_x64(jnp.dtype(dtype).itemsize == 8), algorithms.force(sort=algorithm):
+    with jax.enable_x64(jnp.dtype(dtype).itemsize == 8 or "64" in wanted[-1]), algorithms.force(sort=algorithm):
         x = rows(shape, dtype)
         x = np.where(np.abs(x) == x.dtype.type(1e-40), 0, x) if jnp.issubdtype(dtype, jnp.floating) else x
-        at = order_of(x, descending)
-        found = jax.jit(functools.partial(bind, sort_rows.sort_rows_p, descending=descending, wanted=wanted))(x)
-        exact = {"values": np.take_along_axis(x, at, -1), "indices": at.astype(np.int32)}
-        same(found, [exact[n] for n in wanted])
+        carried, exact = in_order(x, descending, wanted)
+        how = {"descending": descending, "wanted": tuple(n.split()[0] for n in wanted)}
+        same(jax.jit(lambda *operands: bind(sort_rows.sort_rows_p, *operands, **how))(x, carried), exact)
 
 
 @pytest.mark.parametrize("dtype, size, fill", [("float32", 20, None), ("int32", 50, -1), ("complex64", 9, 0)])

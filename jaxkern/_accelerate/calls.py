@@ -17,8 +17,9 @@ from jaxkern._accelerate import layout as layouts
 from jaxkern._core import switch
 from jaxkern._core.primitive import bind
 from jaxkern._ops.select.count import count_p
-from jaxkern._ops.select.sort_rows import sort_rows_p
-from jaxkern._ops.select.top_k import taken_along, top_k_p
+from jaxkern._ops.select.elements import taken_along
+from jaxkern._ops.select.sort_rows import CARRIED, sort_rows_p
+from jaxkern._ops.select.top_k import top_k_p
 from jaxkern.sorting import searchsorted
 
 
@@ -56,20 +57,29 @@ class Sorted(typing.NamedTuple):
     def __call__(self, *operands):
         rows = [jnp.moveaxis(x, self.axis, -1) for x in operands]
         keys, width = rows[0], rows[0].shape[-1]
+        others = {r for r in self.results if r != Result(VALUES)}
+        carried = self._carried(rows, others)
         if self.count is not None:
             values, indices = None, _ends(keys, self.count, self.last)
         else:
-            keys_alone = set(self.results) == {Result(VALUES)}
-            wanted = ("values",) * (Result(VALUES) in self.results) + ("indices",) * (not keys_alone)
-            found = dict(zip(wanted, bind(sort_rows_p, keys, descending=self.descending, wanted=wanted)))
-            values, indices = found.get("values"), found.get("indices")
+            wanted = ("values",) * (Result(VALUES) in self.results)
+            wanted += ("indices",) * (carried is None and bool(others)) + ("carried",) * (carried is not None)
+            found = dict(zip(wanted, bind(sort_rows_p, keys, carried, descending=self.descending, wanted=wanted)))
+            values, indices, carried = map(found.get, ("values", "indices", "carried"))
 
         def result(r):
             if r.kind == VALUES:
-                return values if r.at == 0 and values is not None else taken_along(rows[r.at], indices, keys.ndim - 1)
+                own = values if r.at == 0 else carried
+                return taken_along(rows[r.at], indices, keys.ndim - 1) if own is None else own
             return (indices if r.kind == INDICES else width - 1 - indices).astype(r.dtype)
 
         return [jnp.moveaxis(result(r), -1, self.axis) for r in self.results]
+
+    def _carried(self, rows, others):
+        """The operand that alone follows the keys, and can move with them; or None."""
+        (r, *more) = others or (None,)
+        alone = r is not None and not more and r.kind == VALUES and self.count is None
+        return rows[r.at] if alone and rows[r.at].dtype.name in CARRIED else None
 
 
 def _ends(keys, count, last):

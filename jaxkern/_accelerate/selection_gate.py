@@ -10,12 +10,6 @@ from jaxkern._ops.select import count as counting
 from jaxkern._ops.select import sort_rows
 from jaxkern._ops.select import top_k as selection
 
-# Columns for each element that top_k selects; (the greatest k, columns for each element), where few are selected; and the width of rows of
-# which half may be selected [float32: 8 of 128x1024 2.1, 128 of 128x1024 1.4, 64 of 4096x256 0.65, 32 of 1024x64 0.5; 2 of 32768x8 2.5, 4 of
-# 262144x16 2.4; 512 of 128x1024 1.2, of 4096x1024 1.7, 1024 of 16384x1024 0.98].
-WIDTH, FEW, HALVED = 8, (4, 4), 1024
-# The same in 16 bits [32 of 1024x1024 1.1, 128 of 128x1024 0.7; 8 of 1024x64 2.0, 6 of 4096x128 2.5, 4 of 262144x16 1.0].
-WIDTH_16, FEW_16 = 32, (8, 8)
 # A selection in place of a sort takes three kernels: columns for each element, and elements [8 of 128x1024 1.6, 1 of 64x256 1.9, 16 of
 # 1024x512 3.0, 128 of 1024x256 0.6].
 PART_WIDTH, PART_ELEMENTS = 16, 1 << 13
@@ -35,23 +29,17 @@ COUNT_ELEMENTS = 1 << 14
 
 
 def top_k(dtype, rows: int, columns: int, k: int, force=False) -> tuple[bool, str]:
-    """lax.top_k."""
-    if k > selection.MOST:  # the first of a sort [2048 of 64x8192 2.2, 32000 of 8x32000 2.9]
+    """lax.top_k. XLA sorts all but few rows [k 8 of 128x1024 2.4, 128 1.8; 8 to 128 of 4096x256 3 to 8; 512 of 4096x1024 3.0]."""
+    algorithm = _chosen(selection, rows, columns, k, dtype=dtype)
+    if algorithm is None and k > selection.MOST:  # the first of a sort [32000 of 8x32000 2.9]
         return sort(jnp.dtype(f"int{8 * dtype.itemsize}"), rows, columns, 2, force=force)
-    if not _chosen(selection, rows, columns, k, dtype=dtype):
+    if not algorithm:
         return False, f"no kernel for the {k} largest of {columns} elements of {dtype}"
-    if force:
-        return True, "a selection"
-    if dtype.itemsize == 1:
+    if not force and dtype.itemsize == 1:
         return False, f"no {dtype} was measured"
-    if k == 1 and dtype.itemsize >= 4:
+    if not force and k == 1 and dtype.itemsize >= 4:
         return False, "XLA reduces for the largest one"
-    narrow = dtype.itemsize == 2
-    (few, width), least = (FEW_16, WIDTH_16) if narrow else (FEW, WIDTH)
-    halved = not narrow and columns >= max(HALVED, 2 * k)
-    if columns < (width if k <= few else least) * k and not halved:
-        return False, f"{k} of {columns} elements are many"
-    return True, "a selection"
+    return True, "rows are sorted in one kernel" if algorithm in selection.SORTS else "a selection"
 
 
 def part(dtype, rows: int, columns: int, count: int, force=False) -> tuple[bool, str]:

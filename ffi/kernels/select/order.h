@@ -5,7 +5,8 @@
 
 namespace jaxkern {
 
-enum class Order { kUnsigned, kSigned, kFloat };
+// kTotal: of floats that SortKey orders as ToKey does.
+enum class Order { kUnsigned, kSigned, kFloat, kTotal };
 
 // The unsigned number that stands for an element of this size.
 template <class Bits> using Key = std::conditional_t<sizeof(Bits) == 8, uint64_t, uint32_t>;

@@ -9,7 +9,8 @@
 // Blocks take tiles in the order in which they start, so that a tile waits only for tiles whose blocks are running.
 //
 // Keys are moved as they are, and each pass computes the digit of the number that stands for a key in the order of a sort
-// (order.h). So -0 equals 0 and keeps its sign, and NaN keeps its bits. Columns follow their keys if they are wanted.
+// (order.h). So -0 equals 0 and keeps its sign, and NaN keeps its bits. Columns follow their keys if they are wanted, or 4 bytes of
+// another array in their place; what has another size SortBlock reads at the columns.
 //
 // Memory traffic for keys of e bytes: SortBlock reads and writes rows once. Otherwise there are e passes, each of which reads keys
 // once and writes them once, and reads and writes columns once; the first pass reads no columns. SortCount reads keys once.
@@ -23,18 +24,22 @@ namespace jaxkern {
 constexpr int kSortDigits = 256, kSortOwners = kSortDigits / 2;  // threads of a block that own two digits each
 
 struct SortArgs {
-  const void* keys_in;         // [rows, width]
-  const uint32_t* columns_in;  // [rows, width], or null for the columns of keys_in themselves
-  void* keys_out;              // [rows, width], or null
-  uint32_t* columns_out;       // [rows, width]
-  uint32_t* totals;            // [rows, passes, 256], 0 before SortCount; moved to the digit of this pass
-  uint64_t* published;         // [rows, tiles, 128], 0 before the pass
-  uint32_t* taken;             // how many tiles have been taken, 0 before the pass
-  uint64_t largest;            // of SortKey
-  uint64_t flipped;            // all bits set to sort in descending order, otherwise 0
-  uint32_t width, tiles;       // tiles of a row
-  uint32_t parts;              // blocks of SortCount for a row
-  uint32_t shift;              // of the digit of this pass, or of the first one
+  const void* keys_in;  // [rows, width]
+  const uint32_t*
+      columns_in;          // [rows, width], or null for the columns of keys_in themselves; or 4 bytes that are carried
+  void* keys_out;          // [rows, width], or null; the results of SortBlock are [rows, kept]
+  uint32_t* columns_out;   // [rows, width]
+  const void* carried_in;  // [rows, width]: what SortBlock puts into the order of the keys, or null
+  void* carried_out;       // [rows, kept]
+  uint32_t* totals;        // [rows, passes, 256], 0 before SortCount; moved to the digit of this pass
+  uint64_t* published;     // [rows, tiles, 128], 0 before the pass
+  uint32_t* taken;         // how many tiles have been taken, 0 before the pass
+  uint64_t largest;        // of SortKey
+  uint64_t flipped;        // all bits set to sort in descending order, otherwise 0
+  uint32_t width, tiles;   // tiles of a row
+  uint32_t kept;           // so many elements of each row SortBlock writes
+  uint32_t parts;          // blocks of SortCount for a row
+  uint32_t shift;          // of the digit of this pass, or of the first one
   int passes;
 };
 
@@ -147,13 +152,15 @@ __device__ __forceinline__ SortSums RankTile(Shared& s, uint32_t total, Publish 
   return {own, less.x, less.y};
 }
 
-// width <= kThreads * kItems < 2^16, kThreads >= 128. kColumns: columns are wanted.
-template <class Bits, Order kOrder, int kThreads, int kItems, bool kColumns> __global__ void __launch_bounds__(kThreads)
+// width <= kThreads * kItems < 2^16, kThreads >= 128. kColumns: columns are wanted, or something is carried. Carried: an unsigned
+// number of the size of carried_in.
+template <class Bits, Order kOrder, int kThreads, int kItems, bool kColumns, class Carried>
+__global__ void __launch_bounds__(kThreads, kColumns&& kThreads == 256 && kItems == 16 ? 3 : 0)
     SortBlock(const __grid_constant__ SortArgs a) {
   static_assert(kThreads >= kSortOwners && kThreads * kItems < 1 << 16);
   __shared__ SortShared<Bits, kThreads, kItems> s;
   const uint32_t first = FirstOfLane<kThreads, kItems>(0);
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * a.width;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * a.width, to = static_cast<int64_t>(blockIdx.x) * a.kept;
   const Bits* keys_in = static_cast<const Bits*>(a.keys_in) + row;
   SortDigit<Bits, kOrder> digits(a);
   Bits key[kItems];
@@ -163,6 +170,12 @@ template <class Bits, Order kOrder, int kThreads, int kItems, bool kColumns> __g
   for (int i = 0; i < kItems; ++i) {
     column[i] = first + i * kWarp;
     key[i] = column[i] < a.width ? keys_in[column[i]] : 0;
+  }
+  if (kColumns && a.columns_in) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (first + i * kWarp < a.width) column[i] = a.columns_in[row + first + i * kWarp];
+    }
   }
 #pragma unroll 1
   for (digits.shift = 0; digits.shift < 8 * sizeof(Bits); digits.shift += 8) {
@@ -188,9 +201,12 @@ template <class Bits, Order kOrder, int kThreads, int kItems, bool kColumns> __g
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const uint32_t at = first + i * kWarp;
-    if (at < a.width) {
-      if (a.keys_out) static_cast<Bits*>(a.keys_out)[row + at] = key[i];
-      if (kColumns) a.columns_out[row + at] = column[i];
+    if (at < a.kept) {
+      if (a.keys_out) static_cast<Bits*>(a.keys_out)[to + at] = key[i];
+      if (kColumns && a.columns_out) a.columns_out[to + at] = column[i];
+      if (kColumns && a.carried_out) {
+        static_cast<Carried*>(a.carried_out)[to + at] = static_cast<const Carried*>(a.carried_in)[row + column[i]];
+      }
     }
   }
 }

@@ -4,8 +4,9 @@
 //                     key and the column, so that no two are equal. Elements are exchanged in registers, by shuffles, and,
 //                     if they are further apart than 256, through shared memory
 //
-// -0 equals 0, and NaN is greater than every number, as in lax.sort. Memory traffic: rows are read once, and again, from L1, in
-// sorted order; values and indices are written once.
+// -0 equals 0, and NaN is greater than every number, as in lax.sort, or floats are in the total order of lax.top_k. Memory traffic:
+// rows are read once, and again, from L1, in sorted order; values and indices are written once. What is carried is read in sorted
+// order, too.
 #pragma once
 
 #include "common/std.h"
@@ -14,12 +15,15 @@
 namespace jaxkern {
 
 struct SortRowsArgs {
-  const void* x;      // [rows, width]
-  void* values;       // [rows, width], or null
-  uint32_t* indices;  // [rows, width], or null
-  uint64_t largest;   // of SortKey
-  uint64_t flipped;   // all bits set to sort in descending order, otherwise 0
+  const void* x;           // [rows, width]
+  void* values;            // [rows, kept], or null
+  uint32_t* indices;       // [rows, kept], or null
+  const void* carried_in;  // [rows, width], or null: what follows its key
+  void* carried_out;       // [rows, kept]
+  uint64_t largest;        // of SortKey
+  uint64_t flipped;        // all bits set to sort in descending order, otherwise 0
   uint32_t rows, width;
+  uint32_t kept;  // so many elements of each sorted row are written
 };
 
 constexpr uint32_t kSortOwn = 8;
@@ -65,9 +69,9 @@ __device__ __forceinline__ void ExchangeOwn(Item (&own)[kSortOwn], bool ascendin
   }
 }
 
-// kThreads: of a block, which has kThreads * 8 / kWidth rows.
-template <class Bits, Order kOrder, uint32_t kWidth, uint32_t kThreads> __global__ void __launch_bounds__(kThreads)
-    SortRows(const __grid_constant__ SortRowsArgs a) {
+// kThreads: of a block, which has kThreads * 8 / kWidth rows. Carried: an unsigned number of the size of what is carried.
+template <class Bits, Order kOrder, uint32_t kWidth, uint32_t kThreads, class Carried>
+__global__ void __launch_bounds__(kThreads) SortRows(const __grid_constant__ SortRowsArgs a) {
   using Item = SortItem<Key<Bits> >;
   constexpr uint32_t kOfRow = kWidth / kSortOwn;
   __shared__ Item held[kThreads * (kSortOwn + 1)];
@@ -128,14 +132,16 @@ template <class Bits, Order kOrder, uint32_t kWidth, uint32_t kThreads> __global
   for (uint32_t i = 0; i < kSortOwn; ++i) held[place(first + i)] = own[i];
   __syncthreads();
   if (!exists) return;
-  const int64_t to = static_cast<int64_t>(row) * a.width;
+  const int64_t to = static_cast<int64_t>(row) * a.kept;
+  const Carried* carried = static_cast<const Carried*>(a.carried_in) + static_cast<int64_t>(row) * a.width;
 #pragma unroll
   for (uint32_t i = 0; i < kSortOwn; ++i) {
     const uint32_t at = i * kOfRow + t;
-    if (at < a.width) {
+    if (at < a.kept) {
       const auto column = held[place(at)].Column();
       if (a.values) static_cast<Bits*>(a.values)[to + at] = x[column];
       if (a.indices) a.indices[to + at] = column;
+      if (a.carried_out) static_cast<Carried*>(a.carried_out)[to + at] = carried[column];
     }
   }
 }

@@ -199,6 +199,10 @@ template <class Read, Order kOrder, int kVector, int kPacks> struct Tile {
   Pack<Source, kVector> packs[kPacks];
   uint32_t first;
 
+  // Elements are selected by their bits. Otherwise keys are computed once for each element, and kept: two copies of a function may
+  // be rounded differently, and the one that was compared must be the one that is returned.
+  static constexpr bool kSame = std::is_same_v<Read, Same<Source>>;
+
   __device__ __forceinline__ void Load(const Source* x, uint32_t begin, uint32_t end) {
     first = begin + threadIdx.x * kVector;
 #pragma unroll
@@ -218,22 +222,25 @@ template <class Read, Order kOrder, int kVector, int kPacks> struct Tile {
     for (int p = 0; p < kPacks; ++p) found |= first + p * kStep < end ? ((1u << kVector) - 1) << p * kVector : 0;
     return found;
   }
-  // The bits of elements whose key is at least `least`.
-  __device__ __forceinline__ uint32_t Reaching(uint32_t least) const {
-    if constexpr (std::is_same_v<Read, Same<Source>>) return ReachingInOrder(least);
+  // The keys of the elements.
+  __device__ __forceinline__ void Compute(uint32_t (&keys)[kPacks * kVector]) const {
+#pragma unroll
+    for (int i = 0; i < kPacks * kVector; ++i) keys[i] = KeyOf(Element(packs[i / kVector], i % kVector));
+  }
+  // The bits of elements whose key is at least `least`. keys: from Compute, unless elements are selected by their bits.
+  __device__ __forceinline__ uint32_t Reaching(uint32_t least, const uint32_t (&keys)[kPacks * kVector]) const {
+    if constexpr (kSame) return ReachingInOrder(least);
     uint32_t found = 0;
 #pragma unroll
-    for (int i = 0; i < kPacks * kVector; ++i) {
-      found |= static_cast<uint32_t>(KeyOf(Element(packs[i / kVector], i % kVector)) >= least) << i;
-    }
+    for (int i = 0; i < kPacks * kVector; ++i) found |= static_cast<uint32_t>(keys[i] >= least) << i;
     return found;
   }
-  // The largest key of the elements, 0 if none exists.
-  __device__ __forceinline__ uint32_t LargestKey(uint32_t end) const {
+  // The largest of the keys of the elements, 0 if none exists.
+  __device__ __forceinline__ uint32_t LargestKey(uint32_t end, const uint32_t (&keys)[kPacks * kVector]) const {
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kPacks * kVector; ++i) {
-      const uint32_t key = KeyOf(Element(packs[i / kVector], i % kVector));
+      const uint32_t key = keys[i];
       if (first + i / kVector * kStep < end) largest = max(largest, key);
     }
     return largest;
@@ -316,25 +323,30 @@ template <class Read, Order kOrder, int kVector, int kPacks> __global__ void __l
   // Tiles are read in the order of their reversed bits: of a row that ascends, every tile would be greater than those before it.
   auto tile_of = [&](uint32_t n) { return begin + (__brev(n) >> 1 >> (31 - a.tile_bits)) * kTile; };
   Held tile;
+  uint32_t keys[kVector * kPacks];  // of the tile
   tile.Load(x, begin, end);
+  tile.Compute(keys);
   if (threadIdx.x == 0) s.count = 0;
-  uint64_t bound = FirstBound(s, tile.LargestKey(end), a.k);
+  uint64_t bound = FirstBound(s, tile.LargestKey(end, keys), a.k);
   __syncthreads();
   for (uint32_t n = 0; n < 1u << a.tile_bits;) {
     const uint32_t first = tile.first;
-    uint32_t wanted = tile.Reaching(KeyOf(bound)) & tile.Existing(end);
+    uint32_t wanted = tile.Reaching(KeyOf(bound), keys) & tile.Existing(end);
     for (++n; n < 1u << a.tile_bits && tile_of(n) >= end;) ++n;
     if (n < 1u << a.tile_bits) tile.Load(x, tile_of(n), end);
-    // The few elements that are wanted are loaded again, by now from the first cache: their place in registers would have to be known.
+    // The few elements that are wanted are loaded again, by now from the first cache: it takes many instructions to choose from
+    // registers, as keys that are computed once have to be.
     auto of = [&](uint32_t i) {
       const uint32_t column = Held::ColumnOf(first, i);
-      return Candidate(Held::KeyOf(x[column]), column);
+      if constexpr (Held::kSame) return Candidate(Held::KeyOf(x[column]), column);
+      else return Candidate(Picked(keys, i), column);
     };
     while (true) {
       wanted = Append(s, wanted, bound, of);
       if (!__syncthreads_or(wanted != 0)) break;
       bound = Keep(s, a.k);
     }
+    if constexpr (!Held::kSame) tile.Compute(keys);
   }
   Finish<typename Read::Bits, kOrder>(s, a, row, part);
 }

@@ -36,7 +36,8 @@ def plan(device, operands, results) -> launch.Plan | None:
     states = 8 * rows * count
     scratch = len(shifts) * (4 * BINS * rows * count + states)
     if (
-        count > MOST
+        not rows
+        or count > MOST
         or tuning.RANKS_SHARE * scratch > rows * columns * size
         or columns >= 2**31
         or rows * count >= 2**31
@@ -84,7 +85,7 @@ def plan(device, operands, results) -> launch.Plan | None:
 
 
 def reference(x, ranks):
-    (ordered,) = bind(sort_rows_p, x, descending=False, wanted=("values",))
+    (ordered,) = bind(sort_rows_p, x, None, descending=False, wanted=("values",))
     found = jnp.take(ordered, ranks, -1, mode="clip")
     return jnp.where(jnp.isnan(ordered[..., -1:]), jnp.nan, found)
 

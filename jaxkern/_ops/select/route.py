@@ -20,7 +20,8 @@ from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.signature import FLAT, Signature, primitive
 from jaxkern._ops.indexing.sort import row_offsets, sort_indices
 from jaxkern._ops.select import tuning
-from jaxkern._ops.select.top_k import loads_of_warp, taken_along, top_k_p
+from jaxkern._ops.select.elements import taken_along
+from jaxkern._ops.select.top_k import loads_of_warp, top_k_p
 from jaxkern.reduction import logsumexp
 
 HEADER = "select/route.cuh"
@@ -69,7 +70,9 @@ def weights_of(logits, experts, renormalize):
     values = taken_along(wide, experts, 1)
     if renormalize:
         return jax.nn.softmax(values, -1).astype(logits.dtype)
-    return jnp.exp(values - logsumexp(wide, axis=-1, keepdims=True)).astype(logits.dtype)
+    total = logsumexp(wide, axis=-1, keepdims=True)
+    # As in softmax, infinity less itself is NaN, and so are all weights beside it.
+    return jnp.exp(values - jnp.where(total == jnp.inf, jnp.nan, total)).astype(logits.dtype)
 
 
 def placed(own, experts, counts, capacity):

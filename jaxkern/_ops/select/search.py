@@ -17,7 +17,7 @@ from jaxkern._core.params import Params
 from jaxkern._core.primitive import set_zero_jvp
 from jaxkern._core.signature import FLAT, Signature, local, primitive
 from jaxkern._ops.select import tuning
-from jaxkern._ops.select.top_k import element, largest
+from jaxkern._ops.select.elements import element, largest
 
 HEADER = "select/search.cuh"
 ARGS = Params(HEADER, "SearchArgs")

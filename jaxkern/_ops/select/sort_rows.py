@@ -1,30 +1,34 @@
 """sort_rows: rows in sorted order, and where their elements were. The kernels are in ffi/kernels/select/sort_rows.cuh and radix.cuh.
 
-    sort_rows_p  (x [..., columns])  ->  values like x, indices int32 [..., columns], or one of the two, as `wanted` says
+    sort_rows_p  (x, carried [..., columns])  ->  some of these, as `wanted` says: values like x, indices int32 [..., columns],
+                                                  and carried, an operand of any type, in the order of x
 
 The order is stable, ascending or descending; NaN is the greatest number, and -0 equals 0.
 """
 
+import functools
 import math
 import sys
 import typing
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxkern._core import algorithms, compat, launch
-from jaxkern._core.define import ceil_div
+from jaxkern._core.define import ceil_div, cpp_bool
 from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.signature import FLAT, Signature, local, primitive
 from jaxkern._ops.indexing.sort import Scratch
-from jaxkern._ops.select import top_k, tuning
-from jaxkern._ops.select.top_k import element, gathered, largest
+from jaxkern._ops.select import elements, tuning
+from jaxkern._ops.select.elements import element, gathered, largest, taken_along
 
 NETWORK, RADIX = "select/sort_rows.cuh", "select/radix.cuh"
 ARGS, RADIX_ARGS = Params(NETWORK, "SortRowsArgs"), Params(RADIX, "SortArgs")
 ALGORITHMS = ("network", "block", "tiles")
-DTYPES = (*top_k.DTYPES, "float64", "int64", "uint64")
+DTYPES = (*elements.DTYPES, "float64", "int64", "uint64")
+CARRIED = (*DTYPES, "complex64")  # of 1, 2, 4 or 8 bytes
 WIDTH, WIDTH_8, THREADS, OWN = 4096, 2048, 256, 8  # of the network; for keys of 8 bytes
 DIGITS = 256
 
@@ -79,53 +83,75 @@ def choose(p: Problem, device=None) -> str | None:
 algorithms.register(sys.modules[__name__], "sort")
 
 
+class Results(typing.NamedTuple):
+    """Where kernels write, and what follows its key. kept: so many elements of each sorted row are written."""
+
+    kept: int
+    values: typing.Any = launch.null
+    indices: typing.Any = launch.null
+    carried_in: typing.Any = launch.null
+    carried: typing.Any = launch.null
+    carried_bytes: int = 4
+
+
 def plan(device, operands, results, *, descending, wanted) -> launch.Plan | None:
     """The plan for x [..., columns]; None if there is no kernel for it."""
     del results
-    (x,) = operands
+    x, carried = operands
     *batch, columns = x.shape
     p = Problem(math.prod(batch), columns, x.dtype.name)
-    forced = algorithms.forced("sort")
-    algorithm = None if forced == "xla" else algorithms.pick("sort", forced, p, device)
+    algorithm = _algorithm(p, device)
     if algorithm is None:
         return None
-    outputs = {n: launch.result(wanted.index(n)) if n in wanted else launch.null for n in ("values", "indices")}
+    to = Results(columns, **{name: launch.result(n) for n, name in enumerate(wanted)})
+    if carried is not None:
+        to = to._replace(carried_in=launch.operand(1), carried_bytes=carried.dtype.itemsize)
+    if algorithm == "tiles":
+        return _in_tiles(p, device, x.dtype, to, descending)
+    return launch.Plan(algorithm, (whole_rows(algorithm, p, to, descending, element(x.dtype)),))
+
+
+def _algorithm(p: Problem, device) -> str | None:
+    forced = algorithms.forced("sort")
+    return None if forced == "xla" else algorithms.pick("sort", forced, p, device)
+
+
+def whole_rows(algorithm: str, p: Problem, to: Results, descending: bool, read_as: str) -> launch.Launch:
+    """The launch that sorts operand 0 by the network, or in a block for each row."""
+    dtype = jnp.dtype(p.dtype)
+    order = {"largest": largest(dtype), "flipped": 2**64 - 1 if descending else 0, "width": p.columns, "kept": to.kept}
+    carried = f"uint{8 * to.carried_bytes}_t"
     if algorithm == "network":
-        return _network(p, x.dtype, outputs, descending)
-    order = {"largest": largest(x.dtype), "flipped": 2**64 - 1 if descending else 0, "width": columns}
-    if algorithm == "block":
-        return _in_block(p, x.dtype, outputs, order)
-    return _in_tiles(p, device, x.dtype, outputs, order)
-
-
-def _network(p, dtype, outputs, descending):
-    width = max(OWN, 1 << (p.columns - 1).bit_length())
-    threads = max(THREADS, width // OWN)
-    args = ARGS(
-        x=launch.operand(0),
-        **outputs,
-        rows=p.rows,
-        width=p.columns,
-        largest=largest(dtype),
-        flipped=2**64 - 1 if descending else 0,
-    )
-    name = f"SortRows<{element(dtype)}, {width}, {threads}>"
-    return launch.Plan(
-        "network", (launch.Launch(NETWORK, name, [args], ceil_div(p.rows, threads * OWN // width), threads),)
-    )
-
-
-def _in_block(p, dtype, outputs, order):
+        width = max(OWN, 1 << (p.columns - 1).bit_length())
+        threads = max(THREADS, width // OWN)
+        outputs = dict(values=to.values, indices=to.indices, carried_in=to.carried_in, carried_out=to.carried)
+        args = ARGS(x=launch.operand(0), **outputs, rows=p.rows, **order)
+        name = f"SortRows<{read_as}, {width}, {threads}, {carried}>"
+        return launch.Launch(NETWORK, name, [args], ceil_div(p.rows, threads * OWN // width), threads)
     threads, own = _block(p.columns, dtype.itemsize)
-    unused = dict.fromkeys(("columns_in", "totals", "published", "taken"), launch.null)
-    moved = {"keys_in": launch.operand(0), "keys_out": outputs["values"], "columns_out": outputs["indices"]}
-    args = RADIX_ARGS(**unused, **moved, tiles=1, parts=1, shift=0, passes=dtype.itemsize, **order)
-    name = f"SortBlock<{element(dtype)}, {threads}, {own}, {_boolean(outputs['indices'] != launch.null)}>"
-    return launch.Plan("block", (launch.Launch(RADIX, name, [args], p.rows, threads),))
+    args = RADIX_ARGS(
+        keys_in=launch.operand(0),
+        keys_out=to.values,
+        **_followers(to),
+        **dict.fromkeys(("totals", "published", "taken"), launch.null),
+        **dict(tiles=1, parts=1, shift=0, passes=dtype.itemsize, **order),
+    )
+    columns = to.indices != launch.null or to.carried != launch.null
+    name = f"SortBlock<{read_as}, {threads}, {own}, {cpp_bool(columns)}, {carried}>"
+    return launch.Launch(RADIX, name, [args], p.rows, threads)
 
 
-def _in_tiles(p, device, dtype, outputs, order):
-    passes, scratch, count, columns = dtype.itemsize, Scratch(), p.rows * p.columns, outputs["indices"] != launch.null
+def _followers(to: Results) -> dict:
+    """Members of SortArgs. 4 bytes that are carried move in place of columns."""
+    if to.carried_bytes == 4 and to.indices == launch.null:
+        return dict(columns_in=to.carried_in, columns_out=to.carried, carried_in=launch.null, carried_out=launch.null)
+    return dict(columns_in=launch.null, columns_out=to.indices, carried_in=to.carried_in, carried_out=to.carried)
+
+
+def _in_tiles(p, device, dtype, to, descending):
+    passes, scratch, count = dtype.itemsize, Scratch(), p.rows * p.columns
+    outputs = _followers(to)
+    follows = outputs["columns_out"] != launch.null
 
     def targets(last, size):
         """Where each pass writes: to the result last, and to it and a spare buffer by turns before that."""
@@ -133,16 +159,20 @@ def _in_tiles(p, device, dtype, outputs, order):
         own = scratch.take(size * count) if last == launch.null and passes > 2 else last
         return [last if left == 0 else spare if left % 2 else own for left in reversed(range(passes))]
 
-    keys = targets(outputs["values"], dtype.itemsize)
-    columns = targets(outputs["indices"], 4) if columns else [launch.null] * passes
-    steps = digit_passes(p, device, element(dtype), keys, columns, scratch, **order)
+    keys = targets(to.values, dtype.itemsize)
+    columns = targets(outputs["columns_out"], 4) if follows else [launch.null] * passes
+    order = {"largest": largest(dtype), "flipped": 2**64 - 1 if descending else 0, "width": p.columns}
+    steps = digit_passes(p, device, element(dtype), keys, columns, scratch, columns_in=outputs["columns_in"], **order)
     return launch.Plan("tiles", tuple(steps), scratch.bytes)
 
 
-def digit_passes(p: Problem, device, element: str, keys, columns, scratch: Scratch, *, shift=0, **order) -> list:
+def digit_passes(
+    p: Problem, device, element: str, keys, columns, scratch: Scratch, *, columns_in=launch.null, shift=0, **order
+) -> list:
     """The launches that sort operand 0 by one digit for each of the buffers in `keys` and `columns`, which each pass writes.
 
-    element: as kernels read it. shift: of the first digit. order: other members of SortArgs.
+    element: as kernels read it. columns_in: what the first pass reads in place of columns. shift: of the first digit. order: other
+    members of SortArgs.
     """
     (threads, own), passes = _tile(p, columns[0] != launch.null), len(keys)
     tiles = ceil_div(p.columns, threads * own)
@@ -152,13 +182,14 @@ def digit_passes(p: Problem, device, element: str, keys, columns, scratch: Scrat
     at = scratch.take(zeroed).offset
     totals, taken = at + passes * words, at + zeroed - 4 * passes
     of, steps = f"<{element}, {threads}, {own}", [launch.Memset(launch.scratch(at), zeroed)]
-    keys_in, columns_in = launch.operand(0), launch.null
+    keys_in = launch.operand(0)
     for n, (keys_out, columns_out) in enumerate(zip(keys, columns, strict=True)):
         args = RADIX_ARGS(
             keys_in=keys_in,
             columns_in=columns_in,
             keys_out=keys_out,
             columns_out=columns_out,
+            **dict.fromkeys(("carried_in", "carried_out"), launch.null),
             totals=launch.scratch(totals + n * digits),
             published=launch.scratch(at + n * words),
             taken=launch.scratch(taken + 4 * n),
@@ -166,56 +197,85 @@ def digit_passes(p: Problem, device, element: str, keys, columns, scratch: Scrat
             parts=parts,
             shift=shift + 8 * n,
             passes=passes,
+            kept=p.columns,
             **order,
         )
         if n == 0:
             steps.append(launch.Launch(RADIX, f"SortCount{of}>", [args], p.rows * parts, threads))
-        name = f"SortScatter{of}, {_boolean(columns_out != launch.null)}>"
+        name = f"SortScatter{of}, {cpp_bool(columns_out != launch.null)}>"
         steps.append(launch.Launch(RADIX, name, [args], blocks, threads))
         keys_in, columns_in = keys_out, columns_out
     return steps
 
 
-def _boolean(value) -> str:
-    return "true" if value else "false"
-
-
 # ---- the primitive
 
 
-def reference(x, *, descending, wanted):
+def reference(x, carried, *, descending, wanted):
+    flipped = (lambda a: lax.rev(a, (a.ndim - 1,))) if descending else (lambda a: a)
     column = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    if not descending:
-        values, indices = lax.sort([x, column], num_keys=1, is_stable=True)
-    else:  # the ascending order of the reversed row, from its end: equal elements then come in their own order
-        values, indices = (
-            a[..., ::-1] for a in lax.sort([x[..., ::-1], column[..., ::-1]], num_keys=1, is_stable=True)
-        )
-    return [{"values": values, "indices": indices}[n] for n in wanted]
+    # In descending order: the ascending order of the reversed row, from its end. Equal elements then come in their own order.
+    operands = [flipped(a) for a in (x, column, carried) if a is not None]
+    found = dict(zip(("values", "indices", "carried"), lax.sort(operands, num_keys=1, is_stable=True)))
+    return [flipped(found[n]) for n in wanted]
+
+
+def _gathering(x, carried, *, descending, wanted):
+    """By the sort of x alone."""
+    others = tuple(n for n in wanted if n != "carried")
+    both = others if "indices" in others else (*others, "indices")
+    found = dict(zip(both, bind(sort_rows_p, x, None, descending=descending, wanted=both)))
+    found["carried"] = taken_along(carried, found["indices"], carried.ndim - 1)
+    return [found[n] for n in wanted]
+
+
+def _adapt(prim, x, carried, *, descending, wanted):
+    """Tiles carry 4 bytes in place of indices."""
+    del prim, descending
+    if carried is None:
+        return None
+    p = Problem(math.prod(x.shape[:-1]), x.shape[-1], x.dtype.name)
+    carries = carried.dtype.itemsize == 4 and "indices" not in wanted
+    return None if carries or _algorithm(p, None) != "tiles" else _gathering
+
+
+def _batch(prim, operands, dims, params):
+    """Keys that are no batch are sorted once."""
+    del prim
+    if dims.x is not None:
+        return None
+    found = jax.vmap(functools.partial(_gathering, **params), tuple(dims))(*operands)
+    return found, [0] * len(found)
+
+
+def _results(operands, params) -> list[str]:
+    of = {"values": "x", "indices": "int32", "carried": "carried"}
+    return [f"{of[n]} *batch columns" for n in params["wanted"]]
 
 
 sort_rows_p = primitive(
     "jaxkern_sort_rows",
-    Signature(
-        {"x": "any *batch columns"},
-        lambda operands, params: [{"values": "x", "indices": "int32"}[n] + " *batch columns" for n in params["wanted"]],
-        layout=FLAT,
-        whole={"columns"},
-    ),
+    Signature({"x": "any *batch columns", "carried?": "any *batch columns"}, _results, layout=FLAT, whole={"columns"}),
     reference,
+    batch=_batch,
     shard=local,
     makes_nan=False,
     plan=plan,
+    adapt=_adapt,
     dtypes=DTYPES,
 )
 
 
 def _jvp(primals, tangents, *, descending, wanted):
-    values, indices = bind(sort_rows_p, *primals, descending=descending, wanted=("values", "indices"))
+    (x, carried), (slope, of_carried) = primals, tangents
+    values, indices = bind(sort_rows_p, x, None, descending=descending, wanted=("values", "indices"))
     both = {
-        "values": (values, gathered(values, tangents[0], indices)),
+        "values": (values, gathered(values, slope, indices)),
         "indices": (indices, compat.zero_tangent(indices)),
     }
+    if carried is not None:
+        ordered = taken_along(carried, indices, carried.ndim - 1)
+        both["carried"] = ordered, gathered(ordered, of_carried, indices)
     return tuple(zip(*(both[n] for n in wanted)))
 
 

@@ -10,78 +10,80 @@ import math
 import sys
 import typing
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxkern._core import algorithms, compat, launch, validate
+from jaxkern._core import algorithms, compat, launch
 from jaxkern._core.define import ceil_div, cuda_type
 from jaxkern._core.device import H200
 from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, has_tangent, set_jvp
 from jaxkern._core.signature import FLAT, Signature, primitive
-from jaxkern._ops.select import tuning
+from jaxkern._ops.select import sort_rows, tuning
+from jaxkern._ops.select.elements import DTYPES, element, gathered, taken_along
 
 HEADER, FUNCTION_HEADER = "select/top_k.cuh", "select/top_k_function.cuh"
 FUNCTOR = "Function"
 TOP_K = Params(HEADER, "TopKArgs")
 
-ALGORITHMS = ("warp", "block", "split")
-DTYPES = (
-    *("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"),
-    *("int8", "int16", "int32", "uint8", "uint16", "uint32", "bool"),
-)
+ALGORITHMS = ("warp", "block", "split", "network", "sort")
 APPLIED = tuple(d for d in DTYPES if not d.startswith("float8"))  # of operands and results of functions
+SORTS = {"network": "network", "sort": "block"}  # the algorithms that sort rows whole, by those of sort_rows.py
 THREADS, ROWS = 256, 8  # of a block
 RESIDENT = 4  # blocks that a multiprocessor holds: each has 41 KB of shared memory, and 64 registers in a thread
-MOST = 1024  # the greatest k: of the 4096 elements that a block holds, most are to be other candidates
+MOST = 2048  # the greatest k of a selection: half of the 4096 elements that a block holds are to be other candidates
 MOST_PARTS = 2048  # elements of a tile of candidates
 WARP_WIDTH = 1024  # 32 elements in each lane
 
 
 class Problem(typing.NamedTuple):
-    """Rows of so many columns, of which the k largest are wanted."""
+    """Rows of so many columns, of which the k largest are wanted. applied: whether a function is applied to elements."""
 
     rows: int
     columns: int
     k: int
     dtype: str = "float32"
+    applied: bool = False
 
 
 def fits(algorithm: str, p: Problem, device=None) -> bool:
-    del device
-    if p.dtype not in DTYPES or not 0 < p.k <= min(p.columns, MOST) or not 0 < p.rows < 2**31 or p.columns >= 2**31:
+    if p.dtype not in DTYPES or not 0 < p.k <= p.columns or not 0 < p.rows < 2**31 or p.columns >= 2**31:
         return False
+    if algorithm in SORTS:
+        return not p.applied and sort_rows.fits(SORTS[algorithm], _sort_of(p), device)
     if algorithm == "warp":
         return p.columns <= WARP_WIDTH and p.k <= 32
     if algorithm == "split":
-        return p.columns >= 2 * p.k and p.rows * p.columns < 2**31 * tuning.PART
-    return algorithm == "block"
+        return p.k <= MOST and p.columns >= 2 * p.k and p.rows * p.columns < 2**31 * tuning.PART
+    return algorithm == "block" and p.k <= MOST
+
+
+def _sort_of(p: Problem) -> sort_rows.Problem:
+    return sort_rows.Problem(p.rows, p.columns, p.dtype)
+
+
+def _sorted_by(p: Problem, device) -> str | None:
+    """The algorithm of SORTS for whole rows, if there is one."""
+    sort = sort_rows.choose(_sort_of(p), device)
+    return next((name for name, of in SORTS.items() if of == sort and fits(name, p, device)), None)
+
+
+def _is_sorted_faster(p: Problem) -> bool:
+    widths = tuning.SORTED_OF_K[max(2, jnp.dtype(p.dtype).itemsize)]
+    return p.columns <= p.k * next((of_k for width, of_k in widths if p.columns <= width), 0)
 
 
 def choose(p: Problem, device=None) -> str | None:
     """The algorithm; None: XLA."""
-    if fits("warp", p) and (p.k <= tuning.WARP_MOST or p.columns <= tuning.NARROW):
+    if p.columns <= tuning.SORTED_NARROW and fits("network", p):
+        return "network"
+    if fits("warp", p) and (p.k <= tuning.WARP_MOST or (p.applied and p.columns <= tuning.NARROW)):
         return "warp"
+    if (name := _sorted_by(p, device)) and (name == "network" or p.k > MOST or _is_sorted_faster(p)):
+        return name
     if fits("split", p) and _parts(p, device or H200) > 1:
         return "split"
     return "block" if fits("block", p) else None
-
-
-def element(dtype) -> str:
-    """An element as kernels read it: its bits, and their order."""
-    order = "Float" if jnp.issubdtype(dtype, jnp.floating) else "Signed" if dtype.kind == "i" else "Unsigned"
-    return f"uint{8 * dtype.itemsize}_t, jaxkern::Order::k{order}"
-
-
-def largest(dtype) -> int:
-    """The bits of the largest number that is not NaN; 0 for types without NaN."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return 0
-    most = np.array(np.inf, dtype)
-    most = most if np.isinf(most) else np.array(jnp.finfo(dtype).max, dtype)
-    return int(most.view(f"uint{8 * dtype.itemsize}"))
 
 
 algorithms.register(sys.modules[__name__], "top_k")
@@ -123,11 +125,15 @@ def plan(device, operands, results, *, k, function=None) -> launch.Plan | None:
     if function is not None and not (function.fits() and {x.dtype.name, selected.name} <= set(APPLIED)):
         return None
     *batch, columns = x.shape
-    p = Problem(math.prod(batch), columns, k, selected.name)
+    p = Problem(math.prod(batch), columns, k, selected.name, function is not None)
     forced = algorithms.forced("top_k")
     algorithm = algorithms.pick("top_k", forced, p, device) if forced != "xla" else None
     if algorithm is None:
         return None
+    if algorithm in SORTS:
+        to = sort_rows.Results(k, launch.result(0), launch.result(1))
+        step = sort_rows.whole_rows(SORTS[algorithm], _sort_of(p), to, True, element(x.dtype, "Total"))
+        return launch.Plan(algorithm, (step,))
     header, read_as, source = _reader(x, selected, function)
     outputs = {"values": launch.result(0), "indices": launch.result(1), "candidates": launch.null}
     whole = {"rows": p.rows, "width": columns, "k": k, "parts": 1, "part": columns, "sorted": 1 << (k - 1).bit_length()}
@@ -173,16 +179,17 @@ def reference(x, *, k, function=None):
 
 def _adapt(prim, x, *, k, function=None):
     """More than kernels select are the first of the sorted row."""
-    del prim, x, function
-    return by_sorting if k > MOST and algorithms.forced("top_k") == "auto" else None
+    del prim
+    if k <= MOST or algorithms.forced("top_k") != "auto":
+        return None
+    p = Problem(math.prod(x.shape[:-1]), x.shape[-1], k, x.dtype.name, function is not None)
+    return None if choose(p) else by_sorting
 
 
 def by_sorting(x, *, k, function=None):
-    from jaxkern._ops.select.sort_rows import sort_rows_p  # which imports this module
-
     if function is not None:
         (x,) = function(x)
-    (indices,) = bind(sort_rows_p, _descending(x), descending=False, wanted=("indices",))
+    (indices,) = bind(sort_rows.sort_rows_p, _descending(x), None, descending=False, wanted=("indices",))
     return [taken_along(x, indices[..., :k], x.ndim - 1), indices[..., :k]]
 
 
@@ -238,20 +245,6 @@ def _jvp(primals, tangents, *, k, function=None):
     if function.inexact_results and has_tangent(t):
         (slope,) = function.jvp((0,))(*(taken_along(a, indices, x.ndim - 1) for a in (x, t)))
     return [values, indices], [slope, compat.zero_tangent(indices)]
-
-
-def gathered(values, tangent, indices):
-    """The tangent of values that were selected at these indices."""
-    if not has_tangent(tangent):
-        return compat.zero_tangent(values)
-    return taken_along(tangent, indices, tangent.ndim - 1)
-
-
-def taken_along(x, indices, axis):
-    """`jnp.take_along_axis` of indices that are in bounds. On a mesh with explicit axes the result is split as the indices are."""
-    x, whole = validate.whole(x, axis), validate.whole(indices, axis)
-    found = jnp.take_along_axis(x, whole, axis, mode="promise_in_bounds")
-    return validate.split_like(found, jax.typeof(indices))
 
 
 set_jvp(top_k_p, _jvp)

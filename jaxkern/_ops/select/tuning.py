@@ -2,9 +2,16 @@
 
 # ---- selections
 
-# Up to so many elements, of rows of any width or of narrow ones, warps are faster than blocks [32768x1000: 16 elements 82 in place of 211, 24
-# elements 309 and 225; 32768x256: 32 elements 126 in place of 392].
+# Up to so many elements, of rows of any width or, of functions, of narrow ones, warps are faster than blocks [32768x1000: 16 elements 82 in
+# place of 211, 24 elements 309 and 225; 32768x256: 32 elements 126 in place of 392].
 WARP_MOST, NARROW = 16, 256
+# Rows up to this width are sorted by the network whatever k is [32768x64: 8 elements 15 in place of 16, 32 elements 16 in place of 63].
+SORTED_NARROW = 32
+# Rows of more elements than a warp selects are sorted if they have at most so many columns for each of the k, by width and by the bytes of an
+# element [float32, sorted and selected: 4096x1024, k 64 69 and 41, 128 69 and 67, 512 70 and 136; 4096x4096, 256 254 and 145, 1024 256 and 305,
+# 2048 258 and 517; 2048x8192, 1024 307 and 222; bfloat16: 4096x1024, 32 35 and 74; wider rows of bfloat16 were not measured]. All that the
+# network sorts by default are [float32: 4096x256, 32 13 and 19, 128 13 and 59].
+SORTED_OF_K = {4: ((1024, 8), (4096, 6), (8192, 4)), 2: ((1024, 1024), (8192, 32))}
 # A part has at least so many elements, or so many times k, so that reading it takes longer than selecting [50 of 64x128256, bfloat16: 25, with
 # 4096 25, with 16384 27; 10 of 2^20: 11, 9, 13; 50 of 8x128256: 16, 17, 19; 1024 of 16x262144: 87, with 8 times k 91, with 32 90].
 PART, PART_OF_K = 8192, 16
