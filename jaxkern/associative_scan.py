@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxkern._core import validate
 from jaxkern._core.jaxprs import CUSTOM, computing
-from jaxkern._engines.loops import associative
+from jaxkern._engines.loops import associative, plan_associative
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
 
@@ -34,7 +34,8 @@ def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int 
 
     Raises:
         TypeError: fn is not elementwise over lanes; the error, which is raised when the scan is traced, names the operation
-            and the line in fn. fn returns another structure or other types than it is given. `elems` has no array.
+            and the line in fn. The scan is too large for one kernel: more than 10 arrays, 32 numbers of 32 bits that are
+            combined, or 2000 operations. fn returns another structure or other types than it is given. `elems` has no array.
         ValueError: `axis` is out of bounds, or sizes along it differ.
 
     Derivatives: forward and reverse mode, of any order: the derivatives of the loop y[t] = fn(y[t - 1], x[t]), as kernels
@@ -98,6 +99,9 @@ def of_pytrees(fn, elems, reverse, axis, replaced=False):
     core = Core(Program(closed.jaxpr, closed.consts, 0, 0, label))
     if core.program.sums or any(p is not None for p in core.program.operand_parts):
         raise TypeError(f"{label} combines elements of different lanes, which is not elementwise")
+    words = plan_associative.words_of([computing(x.dtype) for x in leaves])
+    if not replaced and (beyond := plan_associative.too_large(2 * len(leaves), words, core.function.size)):
+        raise TypeError(f"{label} {beyond}: use jax.lax.associative_scan")
     options = {"axis": along, "reverse": reverse, "label": f"jaxkern.{name}", "replaced": replaced}
     scan = functools.partial(associative.associative_scan, **options)
     whole = jnp.broadcast_shapes(*(x.shape for x in leaves))

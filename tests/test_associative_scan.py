@@ -1,11 +1,14 @@
 """Scans by an associative operation: values and derivatives against `jax.lax.associative_scan`, transformations, bad input."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
+import jaxkern
 from jaxkern import algorithms
 from jaxkern._core import compat, launch, registry
 from jaxkern._engines.loops.associative import associative_scan
@@ -134,6 +137,13 @@ def test_errors_name_the_function():
         associative_scan(mixed, [x], axis=0, label="cumsum")
     with pytest.raises(ValueError, match="shapes"):
         associative_scan(OPERATIONS["affine"][0], [x, jnp.ones(4)], axis=0)
+    many = [x] * 11
+    with pytest.raises(
+        TypeError, match="fn reads and writes 22 arrays, above the limit of 20: use jax.lax.associative_scan"
+    ):
+        jaxkern.associative_scan(lambda a, b: [x + y for x, y in zip(a, b)], many)
+    with pytest.raises(TypeError, match="fn has a size of [0-9]+ statements, above the limit of 2000"):
+        jaxkern.associative_scan(lambda a, b: functools.reduce(lambda s, _: jnp.sin(s), range(50), a * b), x)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

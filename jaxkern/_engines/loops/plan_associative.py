@@ -17,7 +17,7 @@ import typing
 
 import numpy as np
 
-from jaxkern._core import algorithms, define, functor, launch
+from jaxkern._core import algorithms, compat, define, functor, launch
 from jaxkern._core.define import ceil_div
 from jaxkern._core.launch import Launch, Memset, Plan, i64, struct
 from jaxkern._engines.loops import generate_associative, tuning
@@ -190,19 +190,33 @@ def slots(tiles, radix, rows) -> int:
     return tiles + (2 * (tiles // radix + 1) if rows else tiles // radix + tiles // radix**2)
 
 
+def words_of(states) -> int:
+    """The 32-bit words of a state of these dtypes."""
+    return sum(2 if np.dtype(d).itemsize == 8 else 1 for d in states)
+
+
+def too_large(arrays, words, size) -> str:
+    """What of a scan is beyond the limits of a kernel; empty if nothing is. size: of its functions, in statements."""
+    if arrays > MOST_ARRAYS:
+        return f"reads and writes {arrays} arrays, above the limit of {MOST_ARRAYS}"
+    if words > MOST_WORDS:
+        return f"combines {words} numbers of 32 bits, above the limit of {MOST_WORDS}"
+    return f"has a size of {size} statements, above the limit of {functor.MOST}" if size > functor.MOST else ""
+
+
 def plan(device, operands, results, *, spec, axis, reverse, dims=None):
     """The launches of a scan, or None where there is no kernel. dims: see `associative.repeated_p`."""
     shape = results[0].shape
     dims = dims or (None,) * len(operands)
     outer, length, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     arrays = [*operands, *results]
-    if len(arrays) > MOST_ARRAYS or not operands or (inner >= 1 << 32 and outer > 1):
+    if not operands or (inner >= 1 << 32 and outer > 1):
         return None
-    if generate_associative.size(spec) > functor.MOST:
-        functor.warn_of_size(spec.combine.label, generate_associative.size(spec))
-        return None
-    words = sum(2 if np.dtype(d).itemsize == 8 else 1 for d in spec.states)
-    if words > MOST_WORDS:
+    words = words_of(spec.states)
+    beyond = too_large(len(arrays), words, generate_associative.size(spec))
+    if beyond:
+        if not spec.replaced:
+            compat.warn_once(f"{spec.combine.label} {beyond}: XLA runs it")
         return None
     itemsize = max(a.dtype.itemsize for a in arrays)
     reading = sum(d is None for d in dims)  # arrays of all steps
