@@ -49,7 +49,7 @@ SAMPLE = 0.2  # seconds of work, at least, that one reading of the clock is abou
 LATER = 5.0  # seconds that the first accelerated step may take longer
 LARGER = 1.02  # memory of the accelerated step over the plain one's, at most
 RUNS, SLOWER = 100, 1.2  # equal runs with sums in a fixed order, and their time over the plain program's, at most
-TRACED, KERNELS = 3, 16  # steps of which kernels are traced, and how many kinds of kernels are kept
+TRACED, KERNELS = 3, 16  # steps whose kernels are traced, and how many kinds of kernels are kept
 
 
 @dataclasses.dataclass(frozen=True)

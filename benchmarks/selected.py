@@ -7,7 +7,7 @@
                   single operations around the thresholds of the gate (jaxkern/_accelerate/selection_gate.py); `forced` is the
                   time if they are taken whatever the gate says
 
-A `part` is a sort of which few elements are used.
+A `part` is a sort whose elements are used in part.
 """
 
 from __future__ import annotations

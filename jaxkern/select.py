@@ -266,8 +266,9 @@ def sample(
 ) -> jax.Array:
     """A class for each row of logits, at random among those that are left by the filters, which apply in this order.
 
-        softmax(logits / temperature) of the top_k most probable classes; of these those of `jaxkern.top_p`, with their
-        probabilities normalised to 1; of these those that have min_p times the probability of the most probable one
+        1. the `top_k` classes with the largest logits, and their probabilities softmax(logits / temperature)
+        2. the classes that `jaxkern.top_p` keeps, with probabilities normalised to 1
+        3. the classes that have `min_p` times the probability of the most probable class
 
     Args:
         logits: array of one dimension or more, floating-point or integer.

@@ -60,7 +60,7 @@ def searchsorted(array, queries):
     return jnp.searchsorted(array, -queries)
 
 
-# {name: (f, its operands, what is taken; "part" is a sort of which a part is selected)}
+# {name: (f, its operands, what is taken; "part" is a sort that becomes a selection)}
 PROGRAMS = {
     "top_k": (lambda x, y: (lax.top_k(x, 5), lax.top_k(y, 3)), (X, HALF), "top_k top_k"),
     "top_k of many": (lambda x: lax.top_k(x, 1030), (numbers((2, 1100), "bfloat16"),), "top_k"),

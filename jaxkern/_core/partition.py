@@ -201,7 +201,7 @@ def merge_exponentials(largest, sums, over, scaled=1):
 def gathered(numbers, over):
     """The arrays `numbers`, of one shape, of all devices along `over`, each with a first dimension for the devices.
 
-    One message, where a maximum and then sums relative to it are two, the second of which waits for the first. Each device
+    One message. A maximum, and then sums relative to it, would be two, and the second one would wait for the first. Each device
     receives the numbers of all: for a few numbers per row and some dozens of devices, what takes time is the message itself.
     """
     every = lax.all_gather(jnp.stack(numbers), over)
