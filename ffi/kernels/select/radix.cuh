@@ -24,22 +24,21 @@ namespace jaxkern {
 constexpr int kSortDigits = 256, kSortOwners = kSortDigits / 2;  // threads of a block that own two digits each
 
 struct SortArgs {
-  const void* keys_in;  // [rows, width]
-  const uint32_t*
-      columns_in;          // [rows, width], or null for the columns of keys_in themselves; or 4 bytes that are carried
-  void* keys_out;          // [rows, width], or null; the results of SortBlock are [rows, kept]
-  uint32_t* columns_out;   // [rows, width]
-  const void* carried_in;  // [rows, width]: what SortBlock puts into the order of the keys, or null
-  void* carried_out;       // [rows, kept]
-  uint32_t* totals;        // [rows, passes, 256], 0 before SortCount; moved to the digit of this pass
-  uint64_t* published;     // [rows, tiles, 128], 0 before the pass
-  uint32_t* taken;         // how many tiles have been taken, 0 before the pass
-  uint64_t largest;        // of SortKey
-  uint64_t flipped;        // all bits set to sort in descending order, otherwise 0
-  uint32_t width, tiles;   // tiles of a row
-  uint32_t kept;           // so many elements of each row SortBlock writes
-  uint32_t parts;          // blocks of SortCount for a row
-  uint32_t shift;          // of the digit of this pass, or of the first one
+  const void* keys_in;         // [rows, width]
+  const uint32_t* columns_in;  // [rows, width]: columns, or 4 bytes that are carried in their place; or null
+  void* keys_out;              // [rows, width], or null; the results of SortBlock are [rows, kept]
+  uint32_t* columns_out;       // [rows, width]
+  const void* carried_in;      // [rows, width]: what SortBlock puts into the order of the keys, or null
+  void* carried_out;           // [rows, kept]
+  uint32_t* totals;            // [rows, passes, 256], 0 before SortCount; moved to the digit of this pass
+  uint64_t* published;         // [rows, tiles, 128], 0 before the pass
+  uint32_t* taken;             // how many tiles have been taken, 0 before the pass
+  uint64_t largest;            // of SortKey
+  uint64_t flipped;            // all bits set to sort in descending order, otherwise 0
+  uint32_t width, tiles;       // tiles of a row
+  uint32_t kept;               // so many elements of each row SortBlock writes
+  uint32_t parts;              // blocks of SortCount for a row
+  uint32_t shift;              // of the digit of this pass, or of the first one
   int passes;
 };
 
