@@ -427,6 +427,6 @@ def test_a_derivative_beyond_the_limits_of_a_kernel_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(around).trace(jnp.ones(5)).lower(lowering_platforms=("cuda",))
-    with pytest.warns(UserWarning, match="above the limit of 2000.*XLA runs this loop, which is a derivative"):
+    with pytest.warns(UserWarning, match="above the limit of 2000.*XLA runs this loop, which may be a derivative"):
         text = jax.jit(jax.grad(loss)).trace(jnp.ones(5)).lower(lowering_platforms=("cuda",)).as_text()
     assert "jaxkern_scan" in text and text.count("stablehlo.while") == 1

@@ -189,7 +189,7 @@ def left_to_xla(ctx, jaxpr, mark, length=1):
         avals = *ctx.avals_in, *ctx.avals_out
         if length and are_known(avals) and have_elements(avals) and _has_own(getattr(jaxpr, "jaxpr", jaxpr), mark):
             compat.warn_once(
-                f"{error}. XLA runs this loop, which is a derivative or a batch of a loop that is one kernel"
+                f"{error}. XLA runs this loop, which may be a derivative or a batch of a loop in the program"
             )
 
 
