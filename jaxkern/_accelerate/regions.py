@@ -83,6 +83,15 @@ def reduces(e):
     return (e.invars[0].aval.shape, tuple(e.params["axes"])) if e.primitive.name in REDUCING else None
 
 
+def reduces_rows(e, least) -> bool:
+    """Whether an equation reduces an array of at least so many elements along one of several dimensions."""
+    found = reduces(e)
+    if found is None or len(found[1]) != 1 or len(found[0]) < 2 or set(map(type, found[0])) != {int}:
+        return False
+    (shape, (axis,)), size = found, math.prod(found[0])
+    return size >= least and 1 < shape[axis] < size
+
+
 def row_axes(equations, least) -> dict:
     """{shape: axes} of arrays of at least so many elements that are reduced along one axis: the last, or the most frequent.
 
@@ -94,7 +103,7 @@ def row_axes(equations, least) -> dict:
         found = reduces(e)
         if found and len(found[1]) == 1 and len(found[0]) > 1 and all(isinstance(n, int) for n in found[0]):
             shape, (axis,) = found
-            if math.prod(shape) >= least and 1 < shape[axis] < math.prod(shape):
+            if reduces_rows(e, least):
                 counts[shape, axis] += 1
             others.update([(shape, axis)] if e.primitive.name != "reduce_sum" else ())
     best: dict = {}

@@ -12,6 +12,7 @@ import math
 import typing
 
 import jax
+from jax.extend.core import Literal
 
 from jaxkern._accelerate import cost, regions, tune
 from jaxkern._accelerate.functions import MARKS
@@ -45,16 +46,17 @@ NEAR = 0.5  # of the kernel's time: a region for which XLA's estimate is shorter
 def rewrite(module, jaxpr):
     """The jaxpr that JAX lowers in place of `jaxpr`."""
     settings = switch.current()
-    if not switch.wanted(ROWS) or algorithms.xla_forced() or environment.xla_only():
+    if not switch.wanted(ROWS):
         return jaxpr
-    ctx, seen = compat_lowering.ModuleOnly(module), compat_lowering.of_module(module).setdefault("inlined for rows", {})
-    fused = compat_lowering.of_module(module).setdefault("operands that XLA may fuse with", {})
-    if id(jaxpr) in seen or not (settings.force or decisions.listened() or "cuda" in compat_lowering.platforms(ctx)):
+    ctx, known = compat_lowering.ModuleOnly(module), compat_lowering.of_module(module)
+    seen, fused = known.setdefault("inlined for rows", {}), known.setdefault("operands that XLA may fuse with", {})
+    if id(jaxpr) in seen or not (settings.force or "cuda" in compat_lowering.platforms(ctx) or decisions.listened()):
         return jaxpr
     _note_calls(jaxpr, fused)
-    least, refusal = 2 if settings.force else LEAST, _refusal(ctx, settings)
-    if not any(map(functools.partial(_reduces, least), jaxpr.eqns)):
+    least = 2 if settings.force else LEAST
+    if not _reduces(least, jaxpr) or algorithms.xla_forced() or environment.xla_only():
         return jaxpr
+    refusal = _refusal(ctx, settings)
     tunes = settings.tune and not (settings.force or refusal or compat_lowering.for_export(ctx))
     marks = None
     while True:
@@ -92,19 +94,27 @@ def _note_calls(jaxpr, fused) -> None:
         if e.primitive.name in (*CALLS, *CUSTOM):
             inner, _ = called_jaxpr(e)
             if len(inner.invars) == len(e.invars):
-                numbers = {k for k, v in enumerate(e.invars) if is_variable(v) and (made.get(v, False) or v in own)}
-                fused.setdefault(id(inner), (inner, set()))[1].update(numbers)
+                numbers = fused.setdefault(id(inner), (inner, set()))[1]
+                for k, v in enumerate(e.invars):
+                    if not isinstance(v, Literal) and (made.get(v, False) or v in own):
+                        numbers.add(k)
 
 
 # ---- inlining
 
 
-def _reduces(least, e) -> bool:
-    """Whether an equation, or one in a call that is inlined, reduces an array of so many elements along one axis."""
-    inner = _inner(e)
-    if inner is not None:
-        return any(map(functools.partial(_reduces, least), inner.eqns))
-    return bool(regions.row_axes([e], least))
+def _reduces(least, jaxpr) -> bool:
+    """Whether a jaxpr, or a call in it that is inlined, reduces an array of so many elements along one axis."""
+    for e in jaxpr.eqns:
+        name = e.primitive.name
+        if name in regions.REDUCING:
+            if regions.reduces_rows(e, least):
+                return True
+        elif name in CALLS or name in CUSTOM or e.primitive in MARKS:
+            inner = _inner(e)
+            if inner is not None and _reduces(least, inner):
+                return True
+    return False
 
 
 def _inner(e):

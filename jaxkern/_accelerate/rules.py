@@ -251,8 +251,8 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
     find = functools.partial(chains.find, program, name, ctx.avals_in, indices, updates, clip)
     if (
         not ordered
-        and not _in_order(settings)
         and _may_be_free(problem, settings)
+        and not _in_order(settings)
         and not switch.refusal(ctx, settings)
     ):
         problem = problem._replace(zeros=_is_identity(name, ctx, values[0]))
@@ -279,7 +279,7 @@ def _problem(name, avals, params):
     """(problem, layout), or why it is not one of rows. The facts that only the program knows are the best for kernels."""
     mode = getattr(params["mode"], "name", str(params["mode"]))
     wide, hints = bool(jax.config.jax_enable_x64), (bool(params["indices_are_sorted"]), bool(params["unique_indices"]))
-    types = tuple((a.shape, a.dtype) for a in avals)
+    types = tuple([(a.shape, a.dtype) for a in avals])
     return _problem_of(name, types, params["dimension_numbers"], mode, hints, wide, compat.jaxlib())
 
 
@@ -329,7 +329,7 @@ def _may_be_taken(found, settings, module) -> bool:
         return False
     if settings.force or _must_be_taken(found[0], settings):
         return gate.can_scatter(found[0])[0]
-    free = not _in_order(settings) and gate.free(found[0])[0]
+    free = gate.free(found[0])[0] and not _in_order(settings)
     return free or gate.scatter(found[0])[0] or gate.chain(found[0], any(_orders(module)))[0]
 
 

@@ -35,13 +35,13 @@ def rewrite_jaxprs(rewrite) -> bool:
 def is_inlinable(equation) -> bool:
     """Whether a call can be replaced by the equations of the jaxpr that it calls, without a change to the program."""
     params = equation.params
-    specified = any(
-        type(s).__name__ != "UnspecifiedValue"
-        for name in ("in_shardings", "out_shardings")
-        for s in params.get(name, ())
-    )
-    layouts = any(s is not None for name in ("in_layouts", "out_layouts") for s in params.get(name, ()))
-    return not (specified or layouts or equation.effects or params.get("differentiated"))
+    for s in (*params.get("in_shardings", ()), *params.get("out_shardings", ())):
+        if type(s).__name__ != "UnspecifiedValue":
+            return False
+    for layout in (*params.get("in_layouts", ()), *params.get("out_layouts", ())):
+        if layout is not None:
+            return False
+    return not (equation.effects or params.get("differentiated"))
 
 
 def inlined_equation(call, inner, operands, results):

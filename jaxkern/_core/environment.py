@@ -95,9 +95,14 @@ def xla_only() -> bool:
 
 def xla_is_deterministic() -> bool:
     """Whether XLA's flags ask it for the same bits in every run."""
+    return _is_deterministic(os.environ.get("XLA_FLAGS", ""))
+
+
+@functools.lru_cache(maxsize=8)
+def _is_deterministic(flags) -> bool:
     names = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
-    flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
-    return any(name in names and value.lower() in ("", "true", "1") for name, _, value in flags)
+    parts = (flag.partition("=") for flag in flags.split())
+    return any(name in names and value.lower() in ("", "true", "1") for name, _, value in parts)
 
 
 def given() -> dict[str, str]:

@@ -50,7 +50,8 @@ def is_real(v) -> bool:
 
 def called_jaxpr(equation):
     """(jaxpr, consts) of an equation that calls one."""
-    found = next(equation.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in equation.params)
+    params = equation.params
+    found = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr" if "call_jaxpr" in params else "fun_jaxpr"]
     return (found.jaxpr, found.consts) if isinstance(found, ClosedJaxpr) else (found, ())
 
 
