@@ -352,6 +352,14 @@ OPERATIONS: dict[str, Callable[[Files], dict[str, Figure]]] = {
         lambda r: _words.case("select", r),
         panel=lambda r: _words.operation(r) + (", bfloat16" if r["dtype"] == "bfloat16" else ""),
     ),
+    "selected": _simple(
+        "selected",
+        "Programs that select, sort and count, as they are",
+        lambda r: _words.case("selected", r),
+        panel=_words.operation,
+        keep=lambda r: r["op"] == "program",
+        base="xla",
+    ),
     "scan": _scan,
     "while_loop": _while_loop,
     "associative_scan": _simple(

@@ -75,6 +75,9 @@ OPERATIONS = {
     "normblocks_int8": "rms_norm, blocks to int8",
     "normrows_e4m3": "rms_norm, rows to float8 e4m3",
     "oscillators": "state space layer",
+    "pairs": "keys with values",
+    "part": "a part of a sort",
+    "program": "programs",
     "recurrence": "linear recurrence",
     "rows_e4m3": "rows to float8 e4m3",
     "rows_int8": "rows to int8",
@@ -329,6 +332,21 @@ def _selected(row: dict[str, Any]) -> str:
     return f"{count(rows)} rows of {count(width)} logits, {number} kept" if kind == "sample" else many
 
 
+def _unchanged(row: dict[str, Any]) -> str:
+    """A program that selects has its name; single operations are described by their sizes."""
+    kind, words = row["op"], row["case"].split()
+    if kind == "program":
+        return row["case"]
+    numbers = [int(n) for n in re.findall(r"\d+", row["case"])]
+    if kind == "bincount":
+        return f"{count(numbers[0])} numbers into {count(numbers[1])} bins"
+    if kind == "searchsorted":
+        method = {"scan": "by steps", "scan_unrolled": "unrolled", "compare_all": "all compared"}[words[-1]]
+        return f"{count(numbers[0])} in {count(numbers[1])} numbers, {method}"
+    rows = rows_of(*numbers[:2]) + (" int32" if words[-1] == "int32" else "")
+    return f"{count(numbers[2])} of {rows}" if kind in ("top_k", "part") else rows
+
+
 _CASES = {
     "norm": _norm,
     "fused_softmax": _attention,
@@ -343,6 +361,7 @@ _CASES = {
     "index_add": _indices,
     "sparse": _sparse,
     "select": _selected,
+    "selected": _unchanged,
     "programs": lambda row: program(row["case"]),
     "sharding": lambda row: f"{SPLITS.get(row['of'], row['of'])}, {row['devices']} device{'s' * (row['devices'] > 1)}",
 }
