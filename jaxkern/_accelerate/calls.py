@@ -58,7 +58,8 @@ class Sorted(typing.NamedTuple):
         rows = [jnp.moveaxis(x, self.axis, -1) for x in operands]
         keys, width = rows[0], rows[0].shape[-1]
         others = {r for r in self.results if r != Result(VALUES)}
-        carried = self._carried(rows, others)
+        at = self.carries([x.dtype for x in operands])
+        carried = None if at is None else rows[at]
         if self.count is not None:
             values, indices = None, _ends(keys, self.count, self.last)
         else:
@@ -75,11 +76,13 @@ class Sorted(typing.NamedTuple):
 
         return [jnp.moveaxis(result(r), -1, self.axis) for r in self.results]
 
-    def _carried(self, rows, others):
-        """The operand that alone follows the keys, and can move with them; or None."""
-        (r, *more) = others or (None,)
-        alone = r is not None and not more and r.kind == VALUES and self.count is None
-        return rows[r.at] if alone and rows[r.at].dtype.name in CARRIED else None
+    def carries(self, dtypes) -> int | None:
+        """The operand that alone follows the keys, and can move with them; or None. dtypes: of the operands."""
+        others = {r for r in self.results if r != Result(VALUES)}
+        if self.count is not None or len(others) != 1:
+            return None
+        (r,) = others
+        return r.at if r.kind == VALUES and dtypes[r.at].name in CARRIED else None
 
 
 def _ends(keys, count, last):

@@ -13,13 +13,14 @@ from jaxkern._ops.select import top_k as selection
 # A selection in place of a sort takes three kernels: columns for each element, and elements [8 of 128x1024 1.6, 1 of 64x256 1.9, 16 of
 # 1024x512 3.0, 128 of 1024x256 0.6].
 PART_WIDTH, PART_ELEMENTS = 16, 1 << 13
-# Elements of sorts: by a network [1024x256 1.6, 16384x16 4.2, 1024x64 1.0, 128x128 0.8], and by a block for each row [8x1024 1.4, 128x1024
-# 1.4, 1x4096 2.3 and in bfloat16 0.9].
-NETWORK_ELEMENTS, BLOCK_ELEMENTS = 1 << 17, 1 << 13
+# Elements of sorts: by a network [1024x64 1.5, 1024x256 2.3, 128x128 0.8 with an older kernel], and by a block for each row [8x1024 2.3,
+# 128x1024 2.0, 64x4096 3.7; 1x4096 in bfloat16 1.2].
+NETWORK_ELEMENTS, BLOCK_ELEMENTS = 1 << 16, 1 << 12
 # Keys of 8 bytes: a block sorts rows from this width on [float64: 32768x512 1.5, 65536x256 0.6].
 WIDE_BLOCK = 512
-# XLA calls CUB for few rows, which ties or wins but for float32 and indices of wide keys [one row, keys: int32 2^20 0.98, 2^24 0.85; int64
-# 2^24 0.9; bfloat16 2^20 1.2, 2^26 0.96; float32 2^16 to 2^26 1.2; with indices: int32 2^24 0.85, int64 9, float32 1.2; 64x16384: 1.4-2.7].
+# XLA calls CUB for few rows, which ties or wins only for keys of 8 bytes alone, and for short ones with indices [one row: int32 2^20 1.4, 2^24
+# 1.01, with indices 1.08; float32 2^20 1.6, 2^26 1.5; bfloat16 2^26 1.07; int64 2^24 0.97, with indices 13]; and where XLA gathers values
+# [2^24 float32 0.95; carried 1.5].
 FEW_ROWS, LONG = 8, 1 << 22
 # Elements of an array that lie in shared memory. Where XLA compares all or has unrolled the steps, we win for these alone [unrolled: 16384
 # in 65536 0.7, 1024 in 256 1.6; all compared: 1 in 2^20 0.5, 1024 in 256 1.6]; in a loop XLA takes 40 kernels and more [1 in 2^20 9].
@@ -44,15 +45,18 @@ def top_k(dtype, rows: int, columns: int, k: int, force=False) -> tuple[bool, st
 
 def part(dtype, rows: int, columns: int, count: int, force=False) -> tuple[bool, str]:
     """A sort of which only `count` elements at one end of each row are used."""
-    if count > selection.MOST or not _chosen(selection, rows, columns, count, dtype=dtype):
+    algorithm = _chosen(selection, rows, columns, count, dtype=dtype)
+    if count > selection.MOST or not algorithm:
         return False, f"no kernel for {count} of {columns} elements of {dtype}"
+    if algorithm in selection.SORTS and not force:
+        return False, "rows are sorted whole"
     enough = columns >= PART_WIDTH * count and rows * columns >= PART_ELEMENTS
     taken = force or (enough and dtype.itemsize > 1)
     return taken, f"a selection in place of a sort: {count} of {columns} elements are used"
 
 
 def sort(dtype, rows: int, columns: int, operands: int, gathered: int = 0, force=False) -> tuple[bool, str]:
-    """lax.sort of one key. operands: with the key. gathered: those that are gathered in the order of the keys."""
+    """lax.sort of one key. operands: with the key. gathered: those that XLA gathers in the order of the keys."""
     algorithm = _chosen(sort_rows, rows, columns, dtype=dtype)
     if not algorithm:
         return False, f"no kernel for rows of {columns} keys of {dtype}"
@@ -62,25 +66,16 @@ def sort(dtype, rows: int, columns: int, operands: int, gathered: int = 0, force
         return False, f"no sort of {operands} arrays by {dtype} was measured"
     elements, wide = rows * columns, dtype.itemsize == 8
     if algorithm == "tiles":
-        if rows < FEW_ROWS and not _wins_in_tiles(dtype, elements, operands, gathered):
+        if rows < FEW_ROWS and (gathered or (wide and (operands == 1 or elements < LONG))):
             return False, f"XLA sorts {rows} rows of {dtype} as fast"
         return True, "digit by digit, rows in tiles"
     if algorithm == "block":
-        if (wide and columns < WIDE_BLOCK) or (rows == 1 and dtype.itemsize < 4):
+        if wide and columns < WIDE_BLOCK:
             return False, f"XLA sorts rows of {columns} keys of {dtype} as fast"
         enough = elements >= BLOCK_ELEMENTS
     else:
         enough = elements >= NETWORK_ELEMENTS
     return enough, "rows in one kernel" if enough else f"{elements} elements are few"
-
-
-def _wins_in_tiles(dtype, elements, operands, gathered) -> bool:
-    """Whether few rows in tiles are faster than CUB, which XLA calls."""
-    if dtype.itemsize == 8:
-        return operands > 1 and elements >= LONG
-    if gathered or not jnp.issubdtype(dtype, jnp.floating):
-        return False
-    return dtype == jnp.float32 or operands > 1 or elements < LONG
 
 
 def search(dtype, size: int, queries: int, by_steps: bool, force=False) -> tuple[bool, str]:

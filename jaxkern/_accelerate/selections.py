@@ -131,7 +131,9 @@ def _replaced(module, decide, force, e, around):
         if not used:
             return e
         function, operands = _sorted(e, around.made, used)
-        answer = gate.sort(*_rows(e), len(e.invars), len(operands) - 1, force=force)
+        carried = function.carries([v.aval.dtype for v in operands])
+        moves = carried is not None and operands[carried].aval.dtype.itemsize == 4  # also in tiles
+        answer = gate.sort(*_rows(e), len(e.invars), 0 if moves else len(operands) - 1, force=force)
         if decide(SORT, e, *(answer if _is_sort(e) else (False, f"{e.params['num_keys']} keys"))):
             call = _descending(function, operands, used, around) or (function, operands, used)
     elif name in CALLS and switch.wanted(SEARCH) and (found := searches.of(e)) is not None:
