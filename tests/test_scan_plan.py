@@ -281,6 +281,14 @@ def test_kernels_compile(capability):
             assert registry.kernels.module.compile(step.header, step.name, capability, step.source)
 
 
+def test_cotangents_of_carries_that_broadcast_are_sums_of_lanes():
+    """Of a scalar, and of numbers for each feature that it enters; of few lanes and many."""
+    for shape in ((20, 40), (3, 4)):
+        program = planned(traced("spreading", shape, 2, "float32", True)[-1])[1].program
+        assert {program.carries[k].aval.shape for k in program.linear} == {(), shape[1:]}
+        assert program.rank == 2 and not program.has_rows
+
+
 @pytest.mark.parametrize(
     "shapes", [[(3,), (3, 8, 4)], [(3, 4), (3, 8, 4)], [(8, 3), (3, 8)], [(4, 3), (3, 8, 4)]], ids=str
 )
