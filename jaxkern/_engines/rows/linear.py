@@ -10,6 +10,7 @@ log-softmax is a sum of x - max(x) less the normalizer, times the number of elem
 import functools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -167,7 +168,8 @@ def _rewrite(program, step, terms, stage):
             if not own:
                 sums[own] = np.asarray(step.operands[0].aval.shape[axes[0]], step.result.dtype)
             elif own not in sums:
-                sums[own] = lax.reduce_sum(functools.reduce(lax.mul, (given[v] for v in own)), axes)
+                dtype = functools.reduce(jnp.promote_types, (given[v].dtype for v in own))
+                sums[own] = lax.reduce_sum(functools.reduce(lax.mul, (given[v].astype(dtype) for v in own)), axes)
             y = sums[own] if sign > 0 else -sums[own]
             for n, divides in (*((n, False) for n in factors), *((n, True) for n in divisors)):
                 x = given[n].astype(y.dtype)
