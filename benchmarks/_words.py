@@ -53,6 +53,7 @@ OPERATIONS = {
     "cap": "soft cap",
     "cap_bias": "soft cap and relative bias",
     "causal": "causal limit",
+    "chain": "scatter-add of gathered rows and weights",
     "cheap": "four cheap operations",
     "documents": "within documents",
     "dropout": "dropout",
@@ -91,6 +92,7 @@ OPERATIONS = {
     "transposed_e4m3": "blocks and their transpose",
     "walk": "random walks with keys",
     "window": "sliding window",
+    "updates": "scatter-add",
 }
 PROGRAMS = {
     "sinkhorn": "Sinkhorn transport",
@@ -359,6 +361,7 @@ _CASES = {
     "messages": _edges,
     "segment_softmax": _segments,
     "index_add": _indices,
+    "scatter": _indices,
     "sparse": _sparse,
     "select": _selected,
     "selected": _unchanged,
