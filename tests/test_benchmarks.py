@@ -97,7 +97,7 @@ def test_progress_without_a_terminal(monkeypatch, capsys):
 @pytest.mark.skipif(ON_GPU, reason="arrays of a gigabyte")
 def test_what_devices_are_worth(tmp_path):
     """It runs on as many devices as there are."""
-    options = argparse.Namespace(quick=True, cases="s classes|index_add", devices=(), repeats=1)
+    options = argparse.Namespace(quick=True, cases="s classes|index_add", devices=(), repeats=1, out=None)
     path = _report.save(data := sharding.run(options), tmp_path)
     rows = json.loads(path.read_text())["results"]
     assert {r["group"] for r in rows} == {"classes", "rows", "shared"} and {1} <= {r["devices"] for r in rows}
