@@ -124,11 +124,12 @@ class RowFunction:
                     "keepdims=True. Only at the end may the function sum over other dimensions",
                 )
 
-    def wide(self, *operands, parts=None) -> list:
-        """The results, with 16-bit types computed in float32. parts: as for `evaluate`, where operands are parts."""
-        return self.rounded(self._all(self.program.steps, self._given(operands), parts or {}))
+    def wide(self, *operands) -> list:
+        """The results, with 16-bit types computed in float32."""
+        return self.rounded(self._all(self.program.steps, self.in_computing_types(operands), {}))
 
-    def _given(self, operands):
+    def in_computing_types(self, operands) -> dict:
+        """{Value: array} of the operands, as `evaluate` takes them."""
         return {
             v: jnp.asarray(x).astype(computing(v.dtype)) for v, x in zip(self.program.operands, operands, strict=True)
         }
@@ -141,49 +142,54 @@ class RowFunction:
         return [y.astype(a.dtype) for y, a in zip(results, self.results)]
 
     def after_core(self, operands, outputs, parts=None) -> list:
-        """The results from the outputs of a kernel. parts: see `wide`."""
-        env = self._given(operands)
+        """The results from the outputs of a kernel. parts: as for `evaluate`, where operands are parts."""
+        env = self.in_computing_types(operands)
         for o, y in zip(self.core.outputs, outputs, strict=True):
             env[o.result] = y.astype(computing(o.dtype))
         return self.rounded(self._all(self.core.epilogue, env, parts or {}))
 
     def of_outputs(self, shapes, size, begins=()) -> "RowFunction":
-        """The function whose results are the outputs of a kernel, for operands that are split over devices.
-
-        shapes: the shapes of the parts. size(dim): the size of a dimension of a part. begins: dimensions whose index counts from
-        a number that is a further operand, an int32.
-        """
-        wanted, count = self.core.outputs, len(self.avals)
+        """The function whose results are the outputs of a kernel, for operands that are split over devices; see `of_parts`."""
         dtype = lambda o: computing(o.dtype) if o.kind in ("columns", "total") else o.dtype
-
-        def f(*xs):
-            start = dict(zip(begins, xs[count:]))
-            env = self._given(xs[:count])
-            env = evaluate(self.program, self.core.steps(), env, size=size, start=start.get)
-            return [
-                (widened(o.result) if isinstance(o.result, Constant) else env[o.result]).astype(dtype(o))
-                for o in wanted
-            ]
-
-        avals = [jax.ShapeDtypeStruct(n, a.dtype) for n, a in zip(shapes, self.avals)]
-        avals += [jax.ShapeDtypeStruct((), jnp.int32)] * len(begins)
-        row = self.row if self.row[0] < len(self.avals) else None
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            closed = jax.make_jaxpr(f)(*avals)
-        if row is None:
-            row = next(
-                (
-                    (len(avals) + k, o.result.dims.index(self.program.row))
-                    for k, o in enumerate(wanted)
-                    if o.kind in ("row", "columns")
-                ),
-                None,
-            )
-        found = RowFunction(closed, row, self.label, self.name, self.algorithm)
+        wanted = [(o.result, dtype(o)) for o in self.core.outputs]
+        found = self.of_parts(wanted, self.core.steps(), (), shapes, size, begins)
         if self.roles is not None:
             operands = (*self.roles.operands, *["begin"] * len(begins))
             found.roles = self.roles._replace(operands=operands, results=self.output_roles())
         return found
+
+    def of_parts(self, wanted, steps, known, shapes, size, begins=(), complete=None) -> "RowFunction":
+        """The function of (*operands, *known, *begins) whose results are the `wanted` ones, for parts of arrays on one device.
+
+        wanted: (value, dtype) pairs, which `steps` make. known: values that are further operands, in computing types. shapes: of the
+        operands and the known values. size(dim): the size of a dimension of a part. begins: dimensions whose index counts from a number,
+        an int32. complete(step, results): what the steps after a reduction take for its results.
+        """
+        count = len(self.avals)
+        values = [*self.program.operands, *known]
+
+        def f(*xs):
+            env = self.in_computing_types(xs[:count]) | dict(zip(known, xs[count:]))
+            start = dict(zip(begins, xs[len(values) :]))
+            reduced = {}
+
+            def completed(step, ys):
+                reduced.update(zip(step.results, ys))
+                return complete(step, ys)
+
+            env = evaluate(self.program, steps, env, size=size, start=start.get, collective=complete and completed)
+            env |= reduced
+            return [(widened(v) if isinstance(v, Constant) else env[v]).astype(dtype) for v, dtype in wanted]
+
+        types = [*(a.dtype for a in self.avals), *(computing(v.dtype) for v in known)]
+        avals = [*map(jax.ShapeDtypeStruct, shapes, types), *[jax.ShapeDtypeStruct((), jnp.int32)] * len(begins)]
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            closed = jax.make_jaxpr(f)(*avals)
+        used, row = compat.used_operands(closed), self.program.row
+        arrays = [(k, v) for k, v in enumerate(values) if k in used]
+        arrays += [(len(avals) + k, v) for k, (v, _) in enumerate(wanted)]
+        where = next(((k, v.dims.index(row)) for k, v in arrays if row in v.dims), None)
+        return RowFunction(closed, where, self.label, self.name, self.algorithm)
 
     def output_roles(self) -> tuple:
         """The roles of the outputs of a kernel: of the results that are made of one alone, by conversions and reshapes."""

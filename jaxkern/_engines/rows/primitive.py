@@ -20,8 +20,9 @@ from jaxkern._core.cpp import Unsupported
 from jaxkern._core.define import ceil_div, primitive
 from jaxkern._core.primitive import bind
 from jaxkern._engines.jaxpr import INDICES
-from jaxkern._engines.rows import layout, plan, queries
+from jaxkern._engines.rows import exchange, layout, plan, queries
 from jaxkern._engines.rows.core import Core
+from jaxkern._engines.rows.exchange import COLLECTIVES
 
 
 def apply(function, operands) -> list:
@@ -135,7 +136,7 @@ def _partition(prim, ctx, operands, params):
     ]
     summed = {names[d] for step in program.steps for d in program.over(step)}
     # Dimensions over which devices cannot exchange what they reduced.
-    kept = {names[d] for step in program.steps if step.name not in _COLLECTIVES for d in program.over(step)}
+    kept = {names[d] for step in program.steps if step.name not in COLLECTIVES for d in program.over(step)}
 
     def shard(over, *parts, function):
         return part(function, names, over, parts)
@@ -150,14 +151,10 @@ def _indexed(program) -> set:
     return {d for step in program.steps if step.name in INDICES for d in Core.index_of(step)}
 
 
-_COLLECTIVES = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}
-
-
 def part(function, names, over, parts):
     """The part of one device. names: {Dim: its name}. over: {name: the mesh axes that split it}.
 
-    Kernels compute it where the row is whole, and devices add up what they summed over rows. Otherwise XLA does, and devices
-    exchange the result of each reduction.
+    Kernels compute it. Devices add up what they summed over rows, and exchange what they reduced of split rows; see exchange.py.
     """
     program, core = function.program, function.core
     axes = {d: over.get(n, ()) for d, n in names.items()}
@@ -166,12 +163,12 @@ def part(function, names, over, parts):
         "size": lambda d: ceil_div(d.size, lax.psum(1, axes[d])) if axes[d] else d.size,  # the last part may be shorter
         "start": lambda d: lax.axis_index(axes[d]) * (d.size // lax.psum(1, axes[d])) if axes[d] else None,
         "collective": lambda step, ys: (
-            [_COLLECTIVES[step.name](y, split(program.over(step))) for y in ys] if split(program.over(step)) else ys
+            [COLLECTIVES[step.name](y, over) for y in ys] if (over := split(program.over(step))) else ys
         ),
     }
+    begins = [d for d in (program.row, *program.others) if d in _indexed(program) and axes[d]]
     if axes[program.row]:
-        return function.wide(*parts, parts=local)
-    begins = [d for d in program.others if d in _indexed(program) and axes[d]]
+        return exchange.of_part(function, apply, parts, axes, local["size"], local["start"], begins)
     kernel = function.of_outputs([x.shape for x in parts], local["size"], begins)
     outputs = apply(kernel, [*parts, *(local["start"](d).astype(jnp.int32) for d in begins)])
     whole = lambda o: split(program.others) if o.kind in ("columns", "total") else ()
