@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, size
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x;
   if (blockIdx.x >= s.blocks) {
     const int64_t warp = thread / kWarp - s.blocks * (kReduceThreads / kWarp);
-    if (warp < s.ranges.warps) FillGaps<kOp, T, N, kOp == Reduction::kSum>(run, s.ranges, warp);
+    if (warp < s.ranges.warps) FillGaps<kOp, T, N, kOp == Reduction::kSum, true>(run, s.ranges, warp);
     return;
   }
   if (thread >= s.threads) return;

@@ -101,6 +101,13 @@ __device__ __forceinline__ void FillRows(const IndexRun& run, int64_t o, int64_t
   }
 }
 
+// The same as a call, for kernels with blocks that do nothing else: it is compiled once, though there are several.
+template <Reduction kOp, class T, int N, bool kCopies>
+__device__ __noinline__ void CallFillRows(const IndexRun& run, int64_t o, int64_t begin, int64_t width, uint32_t first,
+                                          uint32_t end) {
+  FillRows<kOp, T, N, kCopies>(run, o, begin, width, first, end);
+}
+
 // Whether rows may lie between two neighbouring keys.
 __device__ __forceinline__ bool Apart(const IndexRun& run, uint32_t before, uint32_t behind) {
   return before != behind && before + 1 != behind && min(before, behind) < run.dropped;
@@ -128,8 +135,8 @@ template <class Fill> __device__ __forceinline__ void ForGapsOfTile(const IndexR
   }
 }
 
-// Does the work of warp `number` of f.warps. Parameters as for FillRows.
-template <Reduction kOp, class T, int N, bool kCopies = false>
+// Does the work of warp `number` of f.warps. Parameters as for FillRows. kListed: run.keys lists the keys.
+template <Reduction kOp, class T, int N, bool kCopies = false, bool kListed = false>
 __device__ __forceinline__ void FillGaps(const IndexRun& run, const RangeShape& f, int64_t number) {
   const bool looks_for_gaps = number < f.gap_warps;
   if (!looks_for_gaps) number -= f.gap_warps;
@@ -143,7 +150,9 @@ __device__ __forceinline__ void FillGaps(const IndexRun& run, const RangeShape& 
     const bool one_slice = !run.sorted_keys && run.batch > 1;  // indices are in order only within a slice
     const uint32_t low = one_slice ? b * run.count : 0, high = one_slice ? low + run.count : run.positions;
     const uint32_t place = LowerBound(run, low, high, first);
-    if (place >= high || KeyAt(run, place) >= end) FillRows<kOp, T, N, kCopies>(run, o, begin, width, first, end);
+    constexpr Keys kKeys = kListed ? Keys::kListed : Keys::kAny;
+    if (place >= high || KeyAt<kKeys>(run, place) >= end)
+      CallFillRows<kOp, T, N, kCopies>(run, o, begin, width, first, end);
     return;
   }
   const int64_t o = f.by_spans.Div(item);
@@ -162,7 +171,7 @@ __device__ __forceinline__ void FillGaps(const IndexRun& run, const RangeShape& 
 #pragma unroll 1
   for (uint32_t place = start + lane; place < start + f.span; place += kWarp) {
     ForGaps(run, f, key_at(place - 1), key_at(place),
-            [&](uint32_t first, uint32_t end) { FillRows<kOp, T, N, kCopies>(run, o, begin, width, first, end); });
+            [&](uint32_t first, uint32_t end) { CallFillRows<kOp, T, N, kCopies>(run, o, begin, width, first, end); });
   }
 }
 

@@ -37,8 +37,9 @@ __device__ __forceinline__ C* Slot(const IndexRun& run, const ReduceShape& s, in
 
 // Adds up the heads of each group of kHeadGroup chunks that lies within one long run. The result replaces the tail of
 // the first chunk, which is unused there. One thread per group and column. The first and the last group are excluded:
-// their runs end or begin within them. kOp: the reduction. T: element type.
-template <Reduction kOp, class T> __global__ void __launch_bounds__(kHeadThreads)
+// their runs end or begin within them. kOp: the reduction. T: element type. kDescribed: run.chunks describes the chunks (Describe in
+// chunks.cuh), and run.keys lists the keys.
+template <Reduction kOp, class T, bool kDescribed> __global__ void __launch_bounds__(kHeadThreads)
     ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const Divider by_columns,
                  const Divider by_groups, int64_t threads) {
   using C = Compute<T>;
@@ -46,7 +47,9 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kHeadThreads
   if (thread >= threads) return;
   const int64_t item = by_columns.Div(thread), column = thread - item * run.inner, o = by_groups.Div(item);
   const uint32_t chunk = static_cast<uint32_t>(item - o * by_groups.divisor + 1) * kHeadGroup;
-  const uint32_t key = KeyAt(run, chunk * s.chunk - 1), behind = KeyAt(run, (chunk + kHeadGroup) * s.chunk);
+  constexpr Keys kKeys = kDescribed ? Keys::kListed : Keys::kAny;
+  const uint32_t key = KeyAt<kKeys>(run, chunk * s.chunk - 1),
+                 behind = KeyAt<kKeys>(run, (chunk + kHeadGroup) * s.chunk);
   if (key >= run.dropped || behind != key) return;
   const C* const head = Slot<C>(run, s, o, chunk, 0) + column;
   C total = Identity<kOp, C>();
@@ -75,8 +78,8 @@ struct FixupShape {
 };
 static_assert(sizeof(FixupShape) == 32);
 
-// kOp: the reduction. T: element type. V: columns per lane.
-template <Reduction kOp, class T, int V> __global__ void __launch_bounds__(kFixupThreads, 4)
+// kOp, T, kDescribed: as in ReduceGroups. V: columns per lane.
+template <Reduction kOp, class T, int V, bool kDescribed> __global__ void __launch_bounds__(kFixupThreads, 4)
     ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const FixupShape f) {
   using C = Compute<T>;
   struct LongRun {
@@ -110,7 +113,7 @@ template <Reduction kOp, class T, int V> __global__ void __launch_bounds__(kFixu
     const uint32_t chunk = (number / kFixupChunks * f.step + first) * kFixupChunks + number % kFixupChunks;
     if (number < f.chunks && chunk < s.chunks) {
       uint32_t parts, key;
-      if (run.chunks) {
+      if constexpr (kDescribed) {
         const ChunkInfo info = run.chunks[chunk];
         parts = info.parts, key = info.key;
       } else {

@@ -293,6 +293,7 @@ def fixup(p, shape):
     run, chunks, template = shape.run, shape.chunks, f"{p.reduction}, {cuda_type(p.dtype)}"
     if chunks == 1:
         return []
+    described = cpp_bool(run.chunks is not null)
     n = 16 // p.sum_bytes
     wide = p.inner % n == 0
     vectors = p.inner // n if wide else p.inner
@@ -310,7 +311,7 @@ def fixup(p, shape):
         steps.append(
             kernel(
                 "reduce",
-                f"ReduceGroups<{template}>",
+                f"ReduceGroups<{template}, {described}>",
                 [run.struct(), shape.struct(), divider(p.inner), divider(groups), i64(threads)],
                 ceil_div(threads, tuning.HEAD_THREADS),
                 tuning.HEAD_THREADS,
@@ -320,7 +321,7 @@ def fixup(p, shape):
     steps.append(
         kernel(
             "reduce",
-            f"ReduceFixup<{template}, {n if wide else 1}>",
+            f"ReduceFixup<{template}, {n if wide else 1}, {described}>",
             [run.struct(), shape.struct(), fix],
             column_tiles * step * p.outer,
             tuning.FIXUP_THREADS,
