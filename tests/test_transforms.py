@@ -74,16 +74,6 @@ def test_second_order_on_every_axis(operation, axis, x64):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("at", [0, 1, 2, 3, -2])
-@pytest.mark.parametrize("out", [0, 2, -1])
-@pytest.mark.sweep(3)
-def test_vmap_in_and_out_axes(operation, at, out, x64):
-    x, _ = inputs((3, 4, 5, 6))
-    f, g = functions(operation, None)
-    assert_same(jax.vmap(f, at, out)(x), jax.vmap(g, at, out)(x))
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("x_at, mask_at", [(0, 0), (2, 1), (1, 3), (None, 0), (None, 2), (3, None), (0, None)])
 @pytest.mark.parametrize("axis, mask_shape", [(0, (3, 4, 5)), (1, (3, 1, 5)), (2, (1, 4, 1)), (1, (1, 4, 1))])
 @pytest.mark.sweep(3)
@@ -103,13 +93,6 @@ def test_vmap_of_array_and_mask(operation, x_at, mask_at, axis, mask_shape, x64)
     take = lambda a, at, k: a if at is None else jnp.take(a, k, at)
     for k in range(size):
         assert_same(tuple(b[k] for b in batched), single(take(x, x_at, k), take(mask, mask_at, k)))
-
-
-def test_nested_vmap(x64):
-    x, _ = inputs((3, 4, 5, 6))
-    f, g = functions("softmax", None, 0)
-    nested = lambda f: jax.vmap(jax.vmap(lambda x: f(x), 1, 1), 0, 2)
-    assert_same(nested(f)(x), nested(g)(x))
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
