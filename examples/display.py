@@ -14,13 +14,13 @@ DIFFERENCE = "#59636e"
 
 
 class Progress:
-    """Iterates over `items`: with a bar on a terminal, elsewhere with a line after each fifth of them.
+    """Iterates over `items`: with a bar on a terminal, elsewhere with a line at the start and after each fifth of them.
 
-    `note` sets the numbers that are shown beside the progress.
+    `note` sets the numbers that are shown beside the progress. compiles: whether the first item compiles programs.
     """
 
-    def __init__(self, items, name, unit="step"):
-        self.items, self.name, self.unit, self.numbers = list(items), name, unit, {}
+    def __init__(self, items, name, unit="step", compiles=True):
+        self.items, self.name, self.unit, self.compiles, self.numbers = list(items), name, unit, compiles, {}
         self.bar = tqdm(self.items, desc=name, unit=unit, mininterval=0.5) if sys.stderr.isatty() else None
 
     def note(self, **numbers):
@@ -30,6 +30,10 @@ class Progress:
 
     def __iter__(self):
         total = len(self.items)
+        if self.bar is None and self.compiles:
+            print(
+                f"{self.name}: the first {self.unit} of {total} compiles, up to a minute", file=sys.stderr, flush=True
+            )
         for done, item in enumerate(self.items if self.bar is None else self.bar, 1):
             yield item
             if self.bar is None and 5 * done // total > 5 * (done - 1) // total:

@@ -119,7 +119,7 @@ def read_graph(limit):
 
     features = np.zeros((len(modules), WORDS), np.float32)
     edges = set()
-    for name, path in display.Progress(modules.items(), "reading modules", "file"):
+    for name, path in display.Progress(modules.items(), "reading modules", "file", compiles=False):
         try:
             text = path.read_text()
             tree = ast.parse(text)
