@@ -42,8 +42,11 @@ mlir.register_lowering(loop_p, lambda ctx, x: [x])
 
 def mark(tree):
     """The arrays of numbers of a pytree, marked as part of a loop for kernels."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    return jax.tree.map(lambda x: x if is_key(x) else loop_p.bind(x), tree)
+    leaves, structure = jax.tree.flatten(tree)
+    for k, x in enumerate(leaves):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            leaves[k] = loop_p.bind(x)
+    return jax.tree.unflatten(structure, leaves)
 
 
 class Loop(typing.NamedTuple):
