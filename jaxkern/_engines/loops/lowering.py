@@ -93,9 +93,11 @@ def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
             raise of_lanes from None
 
 
-def _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label) -> Loop:
-    """A scan whose body reduces along rows: a team of threads runs a lane."""
+def _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label, most=None) -> Loop:
+    """A scan whose body reduces along rows, of at most `most` elements if given: a team of threads runs a lane."""
     program = RowProgram(jaxpr, consts, num_consts, num_carry, label)
+    if most is not None and any(d.size > most for d in program.rows):
+        raise Unsupported(f"{label} has rows of more than {most} elements")
     sources, orders = _transposed(program, operands)
     core = RowCore(program, orders, length)
     problem = plan.Problem(
@@ -110,10 +112,11 @@ def _in_lanes(operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
     """A scan whose body is elementwise over lanes: a thread runs a lane."""
     program = Program(jaxpr, consts, num_consts, num_carry, label)
     few = math.prod(d.size for d in program.dims) <= tuning.TEAM_LANES
-    if program.has_rows and few and algorithms.forced(OPERATION) == "auto":
-        # A team reads rows where they are, and compiles in a third of the time.
+    if (program.has_rows and few or program.linear) and algorithms.forced(OPERATION) == "auto":
+        # A team reads rows where they are, and compiles in a third of the time. It adds up short sums in each step.
+        most = None if program.has_rows else tuning.SUM_ROW
         with contextlib.suppress(Unsupported):
-            return _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label)
+            return _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label, most)
     parts = ahead.split(program, device.this_device().sm_count)
     if parts is not None:
         with contextlib.suppress(TooLarge):
