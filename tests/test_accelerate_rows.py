@@ -241,6 +241,23 @@ def test_rows_along_two_axes(shared):
 
 
 @needs_kernels
+@pytest.mark.parametrize("width, taken", [(16, False), (1024, True)])
+def test_memory_is_not_taken_for_time(width, taken):
+    """XLA computes the weights of a mixture where a product with few columns reads them; a kernel would store them."""
+
+    def f(x, y, means):
+        scores = x @ means.T + y @ jnp.abs(means).T
+        e = jnp.exp(scores - scores.max(-1, keepdims=True))
+        weights = e / e.sum(-1, keepdims=True)
+        return weights @ means, weights.sum(0)
+
+    args = spec(1 << 18, width), spec(1 << 18, width), spec(64, width)
+    with jaxkern.accelerate(only="rows"):
+        (found,) = regions(f, *args, platform="cuda")
+    assert found.taken == taken and ("are stored" in found.reason) == (not taken), found
+
+
+@needs_kernels
 @pytest.mark.parametrize("fused", [False, True])
 def test_operands_of_called_functions(fused):
     """What XLA would compute inside of a function that is called is stored for a kernel in it, and counts twice."""

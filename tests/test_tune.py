@@ -18,7 +18,7 @@ ROWS = (jax.ShapeDtypeStruct((4096, 1024), "float32"),)
 
 
 def residual_norm(x):  # the model takes it
-    h = x + jnp.sin(x[:, ::-1])
+    h = x + jnp.sin(x)
     return h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True)), h
 
 

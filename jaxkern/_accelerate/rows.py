@@ -40,6 +40,7 @@ LABEL = "the region"
 LEAST = 1 << 16  # elements of the arrays of a region; fewer take no longer than launches
 MOST_INLINED = 64  # equations of a call
 SKINNY = 128  # rows or columns of an operand of a product, up to which it is as fast as the other operand is read
+LARGER = 1.02  # memory of a program with a region over the plain program's, at most
 NEAR = 0.5  # of the kernel's time: a region for which XLA's estimate is shorter is not timed
 
 
@@ -195,7 +196,8 @@ class _Program:
     def decided(self, settings, refusal, tunes) -> list:
         """(region, kernel) of the regions that win. tunes: whether regions are timed."""
         self._connect()
-        self.kernels = {region: self._kernel(region) for region in self.regions}
+        self._live = self._lives()
+        self.kernels = {region: self._kernel(region, settings.force) for region in self.regions}
         if tunes:
             self._tune()
         wins = lambda kernel: not kernel.problem and not refusal and (settings.force or kernel.estimate.wins)
@@ -241,7 +243,7 @@ class _Program:
             estimate = tune.measured(kernel.function, _estimated(kernel.function, device.this_device())[0])
             self.kernels[region] = kernel._replace(estimate=estimate.beside(self._beside(region, kernel.operands)))
 
-    def _kernel(self, region) -> _Kernel:
+    def _kernel(self, region, force) -> _Kernel:
         needed, kept = set(region.results), []
         for e in reversed(region.equations):
             if not needed.isdisjoint(e.outvars):
@@ -260,7 +262,10 @@ class _Program:
         estimate, problem = _estimated(function, device.this_device())
         if problem:
             return found._replace(problem=problem)
-        return found._replace(function=function, estimate=estimate.beside(self._beside(region, operands)))
+        estimate, stored = estimate.beside(self._beside(region, operands)), self._beside(region, operands) // 2
+        if stored and not force and self._live[region] + stored > LARGER * max(self._live.values()):
+            problem = f"{estimate}, but {stored / 1e6:.3g} MB are stored that XLA computes where they are read"
+        return found._replace(function=function, estimate=estimate, problem=problem)
 
     def _beside(self, region, operands) -> int:
         """Bytes that are moved since XLA cannot fuse a region with the equations that make its operands or read its results."""
@@ -273,6 +278,27 @@ class _Program:
             if region.is_row(v) and readers and all(_would_fuse(e, v) for e in readers) and v not in self.results:
                 moved += 2 * bytes_of(v)
         return moved
+
+    def _lives(self) -> dict:
+        """{region: bytes of the arrays that the plain program has while it computes the region, at most; None: the most of all}"""
+        last = {v: k for k, e in enumerate(self.equations) for v in variables(e)}
+        last |= dict.fromkeys(filter(is_variable, self.results), len(self.equations))
+        stored = {v for e in self.equations for v in variables(e) if not _would_fuse(e, v)}
+        stored.update(v for v, e in self.made.items() if e.primitive.name not in FUSED or v in self.results)
+        live, ends, found = sum(bytes_of(v) for v in last if v not in self.made), {}, {}
+        of_region = {id(e): region for region in self.regions for e in region.equations}
+        most = live
+        for k, e in enumerate(self.equations):
+            for v in e.outvars:
+                if v in stored and v in last:
+                    live += bytes_of(v)
+                    ends.setdefault(last[v], []).append(bytes_of(v))
+            most = max(most, live)
+            if id(e) in of_region:
+                region = of_region[id(e)]
+                found[region] = max(live, found.get(region, 0))
+            live -= sum(ends.pop(k, ()))
+        return found | {None: most}
 
     def _is_stored(self, v) -> bool:
         """Whether XLA stores an array that a region reads: what others than it and other regions read, or what it cannot fuse."""
