@@ -23,7 +23,7 @@ from benchmarks.softmax import Case, Inputs
 OPERATION = "reduction"
 DIRECTIONS = ("forward",)
 OPS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
-ALGORITHMS = ("sub_warp", "warp", "block", "split", "column")
+ALGORITHMS = ("lanes", "warp", "block", "cluster", "streaming", "split", "strided")
 
 NEAR_SUM = 0.95  # of the fastest sum's bandwidth
 
@@ -116,7 +116,6 @@ def _ask(question: str, cell: Cell, *first: str) -> Any:
         shape[axis],
         math.prod(shape[axis + 1 :]),
         cell.dtype,
-        masked=cell.case.mask is not None,
     )
 
 

@@ -317,9 +317,10 @@ def run_reduction(op: str, algorithm: str, dtype: str, width: int, masked: bool)
     """Runs a reduction in an algorithm once; "" or what went wrong, None where the algorithm cannot run it."""
     from jaxkern import algorithms
 
-    inner = 1 if algorithm != "column" else (1, 24, 37)[width % 3]
+    inner = {"strided": (24, 37), "split": (1, 24, 37)}.get(algorithm, (1,))
+    inner = inner[width % len(inner)]
     rows = 67 if width <= 2048 else 3
-    if not algorithms.fits(op, algorithm, rows, width, inner, dtype, masked=masked):
+    if width == 1 or not algorithms.fits(op, algorithm, rows, width, inner, dtype):
         return None
     generator = np.random.default_rng(width)
     x = generator.standard_normal((rows, width, inner)).astype(jnp.dtype(dtype))

@@ -57,7 +57,7 @@ def names(operation: str) -> tuple[str, ...]:
 
     >>> from jaxkern import algorithms
     >>> algorithms.names("reduce_sum")
-    ('sub_warp', 'warp', 'block', 'split', 'column')
+    ('lanes', 'warp', 'block', 'cluster', 'streaming', 'split', 'strided')
     """
     return tuple(_family("names", operation).plan.ALGORITHMS)
 

@@ -14,15 +14,15 @@ from jaxkern._core.algorithms import forced
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._core.validate import Axis
-from jaxkern._ops.reduction import derivatives, primitive, reference  # noqa: F401  derivatives are registered
-from jaxkern._ops.reduction.primitive import statistics  # noqa: F401  for softmax and the loss
+from jaxkern._definitions import reduction_derivatives  # noqa: F401  derivatives are registered
+from jaxkern._definitions import reductions as definitions
 
 _PRIMITIVES = {
-    "reduce_sum": primitive.reduce_sum_p,
-    "reduce_mean": primitive.reduce_mean_p,
-    "reduce_max": primitive.reduce_max_p,
-    "reduce_min": primitive.reduce_min_p,
-    "logsumexp": primitive.logsumexp_p,
+    "reduce_sum": definitions.reduce_sum_p,
+    "reduce_mean": definitions.reduce_mean_p,
+    "reduce_max": definitions.reduce_max_p,
+    "reduce_min": definitions.reduce_min_p,
+    "logsumexp": definitions.logsumexp_p,
 }
 
 
@@ -39,10 +39,10 @@ def reduce_sum(
     """sum(x) along `axis`, as `jnp.sum`.
 
     Args:
-        x: array of any shape. float16, bfloat16 and float32 are summed in float32 within a few vectors and in float64
-            across them, float64 in float64; the result is rounded once. Integers and booleans are summed exactly,
-            modulo the 32 or 64 bits that `jnp.sum` promotes them to. Other floating-point types (float8) use XLA, in
-            float32.
+        x: array of any shape. Kernels sum float16, bfloat16 and float32 in float32 within a few vectors and in float64 across
+            them, or in float32 throughout if the result has 16 bits; float64 in float64. The result is rounded once. Integers
+            and booleans are summed exactly, modulo the 32 or 64 bits that `jnp.sum` promotes them to. Other floating-point
+            types (float8), and axes with 2^31 elements or more, use XLA, in float32.
         axis: an int, a tuple of ints, or None (the default) for all axes. Any single axis, and neighbouring ones, are
             read in place. Axes with other dimensions between them are first made neighbours, which costs a copy.
         dtype: the type of the result, floating-point or integer; by default the type of `x`, with integers promoted. The kernel
@@ -371,7 +371,7 @@ def _weighted_logsumexp(x, b, where, *, axis, keepdims, return_sign):
     axes = tuple(validate.sorted_axes(name, axis, shape))
     kept = b != 0 if mask is None else (b != 0) & mask
     x = jnp.where(kept, x, -jnp.inf)
-    base = reference.finite(jax.lax.stop_gradient(jnp.max(x, axes, keepdims=True, initial=-jnp.inf)))
+    base = definitions.finite(jax.lax.stop_gradient(jnp.max(x, axes, keepdims=True, initial=-jnp.inf)))
     total = jnp.sum(jnp.where(kept, b, 0) * jnp.exp(x - base), axes, keepdims=True)
     empty = total == 0
     y = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1, jnp.abs(total))) + base)

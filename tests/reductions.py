@@ -9,9 +9,9 @@ import pytest
 from reference import DTYPES, assert_rounded, computing, whole, wide
 
 import jaxkern
-from jaxkern import reduction
 from jaxkern._core import compat
 from jaxkern._core.algorithms import forced
+from jaxkern._definitions import reductions
 
 OPERATIONS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
 SELECTING = ("reduce_max", "reduce_min")
@@ -88,9 +88,9 @@ def check(operation, x, axis=-1, mask=None, keepdims=False):
 def check_statistics(x, axis, mask=None):
     """What logsumexp keeps for its gradient: the largest element, and the sum that is relative to it."""
     with compat.enable_x64(x.dtype == jnp.float64):
-        y, largest, total = jax.jit(functools.partial(reduction.statistics, axis=axis, algorithm=forced("logsumexp")))(
-            x, *([] if mask is None else [jnp.broadcast_to(mask, x.shape)])
-        )
+        y, largest, total = jax.jit(
+            functools.partial(reductions.statistics_of, axis=axis, algorithm=forced("logsumexp"))
+        )(x, *([] if mask is None else [jnp.expand_dims(mask, range(x.ndim - mask.ndim))]))
         np.testing.assert_array_equal(*(np.asarray(a, np.float64) for a in (y, call("logsumexp", x, axis, mask))))
     assert largest.dtype == total.dtype == computing(x.dtype)
     kept, axis = np.where(whole(mask), np.asarray(x).astype(wide), -np.inf), axis % x.ndim

@@ -31,9 +31,8 @@ from jaxkern._core.algorithms import forced
 from jaxkern._core.autodiff import deflinear
 from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.rows import row_primitive
+from jaxkern._definitions import reductions
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_p
-from jaxkern._ops.reduction import reference as reductions
-from jaxkern._ops.reduction.primitive import logsumexp_statistics_p
 from jaxkern._ops.softmax import reference as softmaxes
 from jaxkern._ops.softmax.derivatives import log_softmax_grad_jvp, log_softmax_jvp_jvp, softmax_grad_jvp
 from jaxkern._ops.softmax.primitive import log_softmax_grad_p, softmax_grad_p
@@ -73,7 +72,7 @@ def _register_uncached(prim, rule):
 
 def _lower_statistics(ctx, x, **params):
     taken = _taken(ctx, "logsumexp", x, "one read", "operand")
-    body = logsumexp_statistics_p.bind if taken else reductions.statistics
+    body = reductions.logsumexp_statistics_p.bind if taken else reductions.statistics
     return switch.own_code(mlir.lower_fun(body, multiple_results=True))(ctx, x, **params)
 
 

@@ -62,27 +62,28 @@ def _from_sum(function, of_sum, operands) -> list:
     return list(call(*operands))
 
 
-def row_function(name, definition, arrays, algorithm="auto", **static):
-    """The RowFunction of an operation `name`, for arrays of these types whose rows are their last dimension.
+def row_function(name, definition, arrays, algorithm="auto", *, row=-1, **static):
+    """The RowFunction of an operation `name`, for arrays of these types.
 
     definition(*arrays, **static): an array or several. Definitions are compared by identity; static can be hashed.
+    row: the dimension that rows lie along, counted from the last, so negative.
     """
     types = tuple((a.shape, a.dtype) for a in arrays)
-    return _function(name, definition, types, tuple(static.items()), algorithm)
+    return _function(name, definition, types, tuple(static.items()), algorithm, row)
 
 
 @memo.remembered(TRACES)
-def _function(name, definition, types, static, algorithm, runner="kernels"):
+def _function(name, definition, types, static, algorithm, row, runner="kernels"):
     f = switch.own_promotion(functools.partial(definition, **dict(static)))
-    found = _traced(name, f, types, algorithm, runner)
-    found.variant = lambda runner: _function(name, definition, types, static, algorithm, runner)
+    found = _traced(name, f, types, algorithm, row, runner=runner)
+    found.variant = lambda runner: _function(name, definition, types, static, algorithm, row, runner)
     return found
 
 
-def _traced(name, f, types, algorithm, runner):
+def _traced(name, f, types, algorithm, row=-1, runner="kernels"):
     with _traced_for(runner):
         avals = [jax.ShapeDtypeStruct(*t) for t in types]
-        found, captured, _ = trace(f, avals, -1, f"jaxkern.{name}", name, algorithm)
+        found, captured, _ = trace(f, avals, row, f"jaxkern.{name}", name, algorithm)
     assert not captured
     return found
 
@@ -108,7 +109,7 @@ def traced(operation, names, types, *, numbers, dtype, function, algorithm, keep
         y = jnp.broadcast_to(y, x.shape).astype(dtype)
         return [y, x.astype(own)] if keeps_x or "residual" in names else [y]
 
-    found = _traced(operation.name, f, types, algorithm, runner)
+    found = _traced(operation.name, f, types, algorithm, runner=runner)
     if runner == "kernels":
         arguments = (f"argument {k}" for k in range(len(types) - len(names)))
         results = ("y", "sum")[: len(found.results)]

@@ -175,6 +175,12 @@ inline double __dmul_rn(double a, double b) { return Unfused(a * b); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t bits) {
   return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (bits & 31));
 }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t found = 0;
+  for (int k = 0; k < 4; ++k) found |= uint32_t(bytes >> 8 * (selector >> 4 * k & 7) & 255) << 8 * k;
+  return found;
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline void __syncthreads() { emulated::Wait(emulated::kAtBlock); }

@@ -11,7 +11,8 @@ namespace jaxkern {
 template <class F, int N, int kLanes, int kThreads, int kBlocks, bool kShifted> struct GroupRoom {
   // Groups of a warp that have the same shift combine what they have through shuffles first.
   static constexpr int kAtOnce = kShifted ? kLanes : kWarp, kParts = kThreads / kAtOnce, kColumns = N * kLanes;
-  static constexpr int kWords = (RowStages<F>::template LargestPartial<0>() * kColumns + 7) / 8 + 1;
+  static constexpr bool kJoins = kThreads > kLanes || kBlocks > 1;
+  static constexpr int kWords = kJoins ? (RowStages<F>::template LargestPartial<0>() * kColumns + 7) / 8 + 1 : 1;
   uint64_t of_parts[kParts * kWords], joined[kWords], of_blocks[2][kBlocks > 1 ? kBlocks * kWords : 1];
 };
 
@@ -53,6 +54,7 @@ __device__ __forceinline__ void JoinGroups(typename RowStages<F>::template Parti
   using Partial = typename RowStages<F>::template Partial<s>;
   using Room = GroupRoom<F, N, kLanes, kThreads, kBlocks, kShifted>;
   constexpr int kAtOnce = Room::kAtOnce, kParts = Room::kParts, kColumns = Room::kColumns;
+  if constexpr (!Room::kJoins) return;  // each thread has all elements of its rows
   const typename RowStages<F>::template Combine<s> combine;
   const int lane = threadIdx.x % kLanes;
 #pragma unroll

@@ -138,13 +138,12 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
                                                     std::index_sequence<I...>, std::index_sequence<J...> columns) {
     ColumnPacks<N> c;
     LoadColumns<N, kEnds>(a, column, c, columns);
-    Reduced<p> value[N];
+    typename Stages::template Value<p> value[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       F::Reduce(Pass<p>(), n, column + i, kept[i], value[i], WideElement(At<I>(x), i)..., WideElement(At<J>(c), i)...);
     }
-    const typename Stages::template CombineReduced<p> combine;
-    sum = combine(sum, Fold(value, combine));
+    Stages::template Add<p>(sum, Fold(value, typename Stages::template CombineReduced<p>()));
   }
 
   // Reduces the packs of a thread into `sum` in a pass. each(pass, f): calls f(column, pack, kept values) for all of them.

@@ -22,14 +22,31 @@ __device__ __forceinline__ float PivotOf(float most) { return lax::is_finite(mos
 
 // A sum of products with exponentials, made relative to another number. Where the factor is 0, the products are, though their sum may
 // have overflowed: terms like x exp(x - max(x)) of elements that are masked by the lowest finite number.
-__device__ __forceinline__ float Rescaled(float sum, float factor) {
-  return factor == 0 && sum == sum ? 0.0f : sum * factor;
+template <class T> __device__ __forceinline__ T Rescaled(T sum, float factor) {
+  return factor == 0 && sum == sum ? T(0) : sum * factor;
 }
+
+// What a pass reduces of an element: what threads add up, or, where F has Neutral, something narrower.
+template <class F, int p, class = void> struct ValueOf {
+  using Type = decltype(F::Identity(Pass<p>(), std::declval<const typename F::Numbers&>()));
+};
+template <class F, int p> struct ValueOf<F, p, decltype(void(F::Neutral(Pass<p>())))> {
+  using Type = decltype(F::Neutral(Pass<p>()));
+};
+
+// The factor that makes sums of exponentials relative to another number. F may have its own.
+template <class F, class = void> struct FactorOf {
+  static __device__ __forceinline__ float Of(float difference) { return lax::exp(difference); }
+};
+template <class F> struct FactorOf<F, decltype(void(F::Factor(0.0f)))> {
+  static __device__ __forceinline__ float Of(float difference) { return F::Factor(difference); }
+};
 
 template <class F> struct RowStages {
   using Numbers = typename F::Numbers;
 
-  // What a thread has reduced in a pass, and in a stage.
+  // What a pass reduces of an element or a pack, what a thread has reduced in a pass, and in a stage.
+  template <int p> using Value = typename ValueOf<F, p>::Type;
   template <int p> using Reduced = decltype(F::Identity(Pass<p>(), std::declval<const Numbers&>()));
   template <int s> using Partial =
       std::conditional_t<F::Pivots(s), Pivoted<Reduced<F::FirstPass(s)>, Reduced<F::LastPass(s)>>,
@@ -50,8 +67,15 @@ template <class F> struct RowStages {
       return {F::Identity(Pass<F::FirstPass(s)>(), n), F::Identity(Pass<F::LastPass(s)>(), n)};
     else return F::Identity(Pass<F::FirstPass(s)>(), n);
   }
+  static __device__ __forceinline__ float Factor(float difference) { return FactorOf<F>::Of(difference); }
+
+  // Adds the value of an element or a pack to what a thread has reduced.
+  template <int p> static __device__ __forceinline__ void Add(Reduced<p>& sum, const Value<p>& value) {
+    if constexpr (std::is_same_v<Reduced<p>, Value<p>>) sum = F::Combine(Pass<p>(), sum, value);
+    else sum = F::Combine(Pass<p>(), sum, F::Widened(Pass<p>(), value));
+  }
   template <int p> struct CombineReduced {
-    __device__ __forceinline__ Reduced<p> operator()(const Reduced<p>& x, const Reduced<p>& y) const {
+    template <class P> __device__ __forceinline__ P operator()(const P& x, const P& y) const {
       return F::Combine(Pass<p>(), x, y);
     }
     template <int kLanes, int kStep = 1> __device__ __forceinline__ Reduced<p> Lanes(const Reduced<p>& mine) const {
@@ -73,8 +97,8 @@ template <class F> struct RowStages {
       const float pivot = PivotOf(both.most.v0);
       Reduced<kLast> other = y.sum;
       both.sum = x.sum;
-      F::Rescale(Pass<s>(), both.sum, lax::exp(x.most.v0 - pivot));
-      F::Rescale(Pass<s>(), other, lax::exp(y.most.v0 - pivot));
+      F::Rescale(Pass<s>(), both.sum, Factor(x.most.v0 - pivot));
+      F::Rescale(Pass<s>(), other, Factor(y.most.v0 - pivot));
       both.sum = F::Combine(Pass<kLast>(), both.sum, other);
       return both;
     }
@@ -83,7 +107,7 @@ template <class F> struct RowStages {
       if constexpr (kLanes == kStep) return mine;
       const float own = mine.most.v0;
       mine.most = JoinLanes<kLanes, kStep>(mine.most, CombineReduced<kFirst>());
-      F::Rescale(Pass<s>(), mine.sum, lax::exp(own - PivotOf(mine.most.v0)));
+      F::Rescale(Pass<s>(), mine.sum, Factor(own - PivotOf(mine.most.v0)));
       mine.sum = JoinLanes<kLanes, kStep>(mine.sum, CombineReduced<kLast>());
       return mine;
     }
@@ -92,11 +116,11 @@ template <class F> struct RowStages {
 #pragma unroll 4
       for (int k = 1; k < count; ++k) all.most = F::Combine(Pass<kFirst>(), all.most, at[k * stride].most);
       const float pivot = PivotOf(all.most.v0);
-      F::Rescale(Pass<s>(), all.sum, lax::exp(at->most.v0 - pivot));
+      F::Rescale(Pass<s>(), all.sum, Factor(at->most.v0 - pivot));
 #pragma unroll 4
       for (int k = 1; k < count; ++k) {
         Reduced<kLast> other = at[k * stride].sum;
-        F::Rescale(Pass<s>(), other, lax::exp(at[k * stride].most.v0 - pivot));
+        F::Rescale(Pass<s>(), other, Factor(at[k * stride].most.v0 - pivot));
         all.sum = F::Combine(Pass<kLast>(), all.sum, other);
       }
       return all;

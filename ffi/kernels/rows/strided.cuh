@@ -64,6 +64,7 @@ struct StridedRows {
   using Stages = typename Engine::Stages;
   using Numbers = typename Engine::Numbers;
   using Packs = typename Engine::template RowPacks<N>;
+  template <int p> using Value = typename Stages::template Value<p>;
   template <int p> using Reduced = typename Engine::template Reduced<p>;
   template <int s> using Partial = typename Engine::template Partial<s>;
   static constexpr int kRows = Engine::kRows, kResults = Engine::kResults;
@@ -157,9 +158,9 @@ struct StridedRows {
   }
 
   template <int p, class... C, size_t... I, size_t... J>
-  __device__ __forceinline__ Reduced<p> ValueOf(int k, int element, int i, const Numbers& numbers, Types<C...>,
-                                                std::index_sequence<I...>, std::index_sequence<J...>) {
-    Reduced<p> value;
+  __device__ __forceinline__ Value<p> ValueOf(int k, int element, int i, const Numbers& numbers, Types<C...>,
+                                              std::index_sequence<I...>, std::index_sequence<J...>) {
+    Value<p> value;
     F::Reduce(Pass<p>(), numbers, element, held[k].kept[0][i], value, WideElement(At<I>(held[k].x[0]), i)...,
               Wide<C>(static_cast<const C*>(a.rows.column[J])[element])...);
     return value;
@@ -168,14 +169,25 @@ struct StridedRows {
   // Reduces the elements from `first` on in a pass. into(i): what row i has reduced so far.
   template <int p, class Into>
   __device__ __forceinline__ void ReduceAll(int first, const Numbers (&numbers)[N], Into into) {
+    constexpr bool kWide = !std::is_same_v<Reduced<p>, Value<p>>;
+    Value<p> own[N];  // of these elements, where they are added up in a wider type
+    if constexpr (kWide) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) own[i] = F::Neutral(Pass<p>());
+    }
     Each(first, [&](int k, int element) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        into(i) = F::Combine(Pass<p>(), into(i),
-                             ValueOf<p>(k, element, i, numbers[i], typename F::Columns(), typename Engine::RowIndex(),
-                                        typename Engine::ColumnIndex()));
+        const Value<p> value = ValueOf<p>(k, element, i, numbers[i], typename F::Columns(), typename Engine::RowIndex(),
+                                          typename Engine::ColumnIndex());
+        if constexpr (kWide) own[i] = F::Combine(Pass<p>(), own[i], value);
+        else into(i) = F::Combine(Pass<p>(), into(i), value);
       }
     });
+    if constexpr (kWide) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) Stages::template Add<p>(into(i), own[i]);
+    }
   }
 
   // The same in a stage. Exponents are relative to the largest element of this thread so far.
@@ -190,7 +202,7 @@ struct StridedRows {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const float pivot = PivotOf(sum[i].most.v0);
-        if constexpr (kStreams) F::Rescale(Pass<s>(), sum[i].sum, lax::exp(before[i] - pivot));
+        if constexpr (kStreams) F::Rescale(Pass<s>(), sum[i].sum, Stages::Factor(before[i] - pivot));
         near[i] = n[i];
         F::Pivot(Pass<s>(), near[i]) = pivot;
       }

@@ -1,6 +1,6 @@
 """What one kernel computes of a row function, and which of its values live from one pass to the next.
 
-    core = Core(program)
+    core = Core(program, reduces=False)
 
 A kernel stores rows and numbers, and sums both over rows. What the program does with these sums, if anything, is the epilogue,
 which XLA runs. `generate.py` writes the kernel's code.
@@ -44,6 +44,8 @@ class Output:
 class Core:
     """The part of a program that a kernel computes.
 
+    reduces: whether it is a reduction, whose results are numbers: sums are added up in float64, unless the first result has 16 bits,
+        which allow coarse arithmetic for all results.
     outputs: the arrays that it writes. epilogue: the steps that remain, on arrays; empty if the results of the program are
         the outputs.
     rows, columns, numbers: positions of operands that are read as such. indices: what is counted beside places in the row, {dimension: stride}.
@@ -54,8 +56,8 @@ class Core:
     pivots: {stage of two passes: the number that exponents are relative to}. step_of: {value: the step that computes it}.
     """
 
-    def __init__(self, program):
-        self.program = program
+    def __init__(self, program, reduces=False):
+        self.program, self.reduces = program, reduces
         self._outputs()
         self._members()
         kinds = lambda test: tuple(k for k in program.used if test(program.operands[k]))
@@ -145,7 +147,7 @@ class Core:
         # row in registers, and spills [layer norm, gradient, bfloat16 1024 x 131072: 399 us, 458; H100].
         own = lambda o: o.kind in ("row", "number") or o.result in self.program.results
         real = [o.dtype if own(o) else computing(o.dtype) for o in self.outputs]
-        real = [d for d in real if jnp.issubdtype(d, jnp.inexact)]
+        real = [d for d in real if jnp.issubdtype(d, jnp.inexact)][: 1 if self.reduces else None]
         return bool(real) and all(d.itemsize == 2 for d in real)
 
     @functools.cached_property
@@ -161,6 +163,21 @@ class Core:
                 found.add(step)
                 pending += step.operands
         return frozenset(step for step in found if step.name in COARSE)
+
+    def adds_in_float64(self, step) -> bool:
+        """Whether threads add up a sum along the row in float64, from sums of packs in float32."""
+        wide = self.reduces and not self.coarse and step.name == "reduce_sum"
+        return wide and computing(step.result.dtype) == np.float32
+
+    @functools.cached_property
+    def quotients(self) -> dict:
+        """{sum that is added up in float64: {its quotient by a constant: this constant}}. It is divided before it is rounded."""
+        found = {}
+        for step in self.program.steps:
+            x = self.step_of.get(step.operands[0]) if step.name == "div" and step.result in self.members else None
+            if x is not None and isinstance(step.operands[1], Constant) and self.adds_in_float64(x):
+                found.setdefault(x.result, {})[step.result] = step.operands[1]
+        return found
 
     def is_coarse(self, step) -> bool:
         return self.coarse and step not in self.precise
@@ -243,7 +260,9 @@ class Core:
                 continue
             exps = {self._exponential(s.operands[0], p) if s.name == "reduce_sum" else None for s in second}
             exp = exps.pop()
-            if exps or exp is None or exp in self.precise or computing(exp.result.dtype) != np.float32:
+            if exps or exp is None or computing(exp.result.dtype) != np.float32:
+                continue
+            if exp in self.precise and not self.reduces:
                 continue
             sub = self.step_of.get(source(self.step_of, exp.operands[0]))
             if sub is None or sub.name != "sub":
@@ -343,7 +362,8 @@ class Core:
     def partial_bytes(self) -> list:
         """Bytes of what a thread has reduced, for each stage."""
         places = lambda step: [4] * (step.name in ("argmax", "argmin"))
-        sizes = lambda step: [*(max(4, computing(v.dtype).itemsize) for v in step.results), *places(step)]
+        least = lambda step: 8 if self.adds_in_float64(step) else 4
+        sizes = lambda step: [*(max(least(step), computing(v.dtype).itemsize) for v in step.results), *places(step)]
         members = ([n for p in passes for s in self.passes[p] for n in sizes(s)] for passes in self.stages)
         return [8 * ceil_div(len(own) * max(own), 8) for own in members]  # members of 4 bytes may need padding
 

@@ -54,6 +54,10 @@ def _row_of(closed, own, axis):
     return (found[0], len(shapes[found[0]]) + axis) if found else None
 
 
+# Operations whose row functions reduce; see `Core`.
+REDUCTIONS = frozenset(("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp"))
+
+
 class Roles(typing.NamedTuple):
     """What the operands and results of a function are, for hand-written kernels that compute the same.
 
@@ -105,7 +109,7 @@ class RowFunction:
 
     @functools.cached_property
     def core(self) -> Core:
-        return Core(self.program)
+        return Core(self.program, self.name in REDUCTIONS)
 
     def check(self) -> None:
         """Raises where the user's function is no row function."""

@@ -6,7 +6,8 @@ Its functions compute one element at a time. Each is a functor that _core/cpp.py
 
     Begin, After     the numbers of a row before the first pass, and after each: members of the struct Numbers
     Counts           whether an element of a row counts, see guards.py
-    Reduce           the values of an element that a pass reduces; Identity and Combine belong to its reductions
+    Reduce           the values of an element that a pass reduces; Identity and Combine belong to its reductions. Where threads add up
+                     in float64, Neutral is the identity of what a pack is reduced to, in float32, and Widened converts that
     Pivot, Rescale   in a stage of two passes, a maximum and sums with exponentials: the number that exponents are relative to;
                      multiplies sums and kept exponentials, to make them relative to another number
     Result           the values of an element that are stored, or summed over rows
@@ -146,16 +147,19 @@ class _Writer:
     def _pass(self, p) -> list:
         """Reduced, Identity, Combine, Reduce and After of a pass."""
         steps = self.core.passes[p]
-        parts, identity, combine, after, reduced, values = [], [], [], [], [], []
+        parts, sums, identity, combine, after, reduced, values = [], [], [], [], [], [], []
         for step in steps:
             own = _Reduction(self, step, p, len(parts))
             parts += own.parts
+            sums += own.sums
             identity += own.identity
             combine += own.combine
             after += [
                 f"n.{self.members[v]} = {_type(v)}(p.{part});"
                 for v, (_, part) in zip(step.results, own.parts[-len(step.results) :])
             ]
+            for v, divisor in self.core.quotients.get(step.results[0], {}).items():
+                after.append(f"n.{self.members[v]} = {_type(v)}(p.{own.parts[0][1]} / {self.number(divisor)});")
             # A functor writes its results in their own types; parts of words smaller than a lane exchanges are widened.
             values += [(part, f"t{len(reduced) + k}") for k, (_, part) in enumerate(own.parts[: len(own.operands)])]
             values += [(part, "at") for _, part in own.parts[len(own.operands) :]]
@@ -166,22 +170,34 @@ class _Writer:
         targets = [*locals_, *here.values()]
         reduce = self._call(f"{self.name}Reduce{p}", [*reduced, *here], self._given_in(p), targets)
         sets = " ".join(f"p.{part} = {value};" for part, value in values)
-        members = " ".join(f"{_part_type(d)} {v};" for d, v in parts)
-        later = self._numbers_after(p + 1, {v for step in steps for v in step.results})
+        members = lambda found: " ".join(f"{_part_type(d)} {v};" for d, v in found)
+        value = f"Reduced{p}" if sums == parts else f"Value{p}"
+        types = {f"Reduced{p}": sums, value: parts}
+        known = {v for step in steps for x in step.results for v in (x, *self.core.quotients.get(x, ()))}
+        later = self._numbers_after(p + 1, known)
         arguments = [
             f"Pass<{p}>",
             "const Numbers& n",
             "int32_t at",
             "Kept& k",
-            f"Reduced{p}& p",
+            f"{value}& p",
             *self.signature,
         ]
+        widened = ", ".join(f"p.{v}" for _, v in parts)
+        narrow = [
+            f"  static JAXKERN_FN {value} Neutral(Pass<{p}>) {{ return {{{', '.join(identity)}}}; }}",
+            f"  static JAXKERN_FN Reduced{p} Widened(Pass<{p}>, const {value}& p) {{ return {{{widened}}}; }}",
+        ]
         return [
-            f"  struct Reduced{p} {{ {members} }};",
+            *(f"  struct {name} {{ {members(found)} }};" for name, found in types.items()),
             f"  static JAXKERN_FN Reduced{p} Identity(Pass<{p}>, const Numbers& n) {{ return {{{', '.join(identity)}}}; }}",
-            f"  static JAXKERN_FN Reduced{p} Combine(Pass<{p}>, const Reduced{p}& p, const Reduced{p}& q) {{",
-            f"    Reduced{p} y; {' '.join(combine)} return y;",
-            "  }",
+            *(
+                f"  static JAXKERN_FN {name} Combine(Pass<{p}>, const {name}& p, const {name}& q) {{\n"
+                f"    {name} y; {' '.join(combine)} return y;\n"
+                "  }"
+                for name in types
+            ),
+            *([] if sums == parts else narrow),
             f"  static JAXKERN_FN void Reduce({', '.join(arguments)}) {{ {declare} {reduce} {sets} }}",
             f"  static JAXKERN_FN void After(Pass<{p}>, Numbers& n, const Reduced{p}& p) {{ {' '.join(after)} {later} }}",
         ]
@@ -190,8 +206,11 @@ class _Writer:
         """Pivot and Rescale of a stage of two passes."""
         last = self.core.stages[s][-1]
         kept = [m for v, m in self.kept.items() if self.core.kept_values[v] == last]
-        sums = " ".join(f"p.v{k} = Rescaled(p.v{k}, scale);" for k in range(len(self.core.passes[last])))
-        return (
+        # A sum of exponentials is never infinite where its factor is 0; a sum of products may be.
+        scaled = "p.v{k} *= scale;" if self.core.reduces else "p.v{k} = Rescaled(p.v{k}, scale);"
+        sums = " ".join(scaled.format(k=k) for k in range(len(self.core.passes[last])))
+        factor = "  static JAXKERN_FN float Factor(float x) { return coarse::exp(x); }\n"
+        return (factor if self.core.reduces and self.core.coarse else "") + (
             f"  static JAXKERN_FN void Rescale(Pass<{s}>, Reduced{last}& p, float scale) {{ {sums} }}\n"
             f"  static JAXKERN_FN float& Pivot(Pass<{s}>, Numbers& n) {{ return n.{self.members[self.core.pivots[s]]}; }}\n"
             f"  static JAXKERN_FN void Rescale(Pass<{s}>, Kept& k, float scale) {{ {' '.join(f'k.{m} *= scale;' for m in kept)} }}"
@@ -346,6 +365,7 @@ class _Reduction:
         if kind in ("argmax", "argmin"):
             types.append(INDEX)
         self.parts = [(d, f"v{first + k}") for k, d in enumerate(types)]
+        self.sums = self.parts
         members = [m for _, m in self.parts]
         p, q, y = ([f"{side}.{m}" for m in members] for side in "pqy")
         if kind == "reduce":
@@ -364,7 +384,11 @@ class _Reduction:
             self.identity = [_least(types[0], kind)]
             overload = {"and": "and_", "or": "or_", "xor": "xor_"}.get(kind, kind)
             own = cpp_type(types[0])
-            self.combine = [f"{y[0]} = lax::{overload}({own}({p[0]}), {own}({q[0]}));"]
+            if writer.core.adds_in_float64(step):
+                self.sums = [(np.dtype(np.float64), members[0])]
+                self.combine = [f"{y[0]} = lax::add({p[0]}, {q[0]});"]
+            else:
+                self.combine = [f"{y[0]} = lax::{overload}({own}({p[0]}), {own}({q[0]}));"]
 
 
 def _cases(values, at="s") -> str:

@@ -91,6 +91,11 @@ def choose(problem, device=None) -> str:
     found = next(keep, None) or next(a for a in ALGORITHMS if fits(a, problem, device))
     if found == "streaming" and (device is None or problem.rows < tuning.SPLIT_ROWS * device.sm_count):
         return "split"
+    if found == "cluster" and problem.stages == 1 and not problem.stores:
+        # Nothing is read again. Clusters need several blocks on a multiprocessor to read while others wait.
+        how = layout(found, problem, device)
+        if resident(how, problem, 0, False, device) < tuning.REDUCING_BLOCKS:
+            return "split"
     return found
 
 
@@ -141,7 +146,10 @@ def _lanes(algorithm, problem, most_kept, device) -> Layout | None:
     if problem.sums and problem.width % pack:  # rows of a block begin at different places of a pack
         return None
     bytes_of = 4 if problem.narrow else problem.bytes
-    each = min(tuning.LANE_PACKS, max(1, tuning.LANE_BYTES // max(1, pack * bytes_of)))
+    most = tuning.LANE_PACKS
+    if problem.stages == 1 and not problem.stores and pack * bytes_of < tuning.PACK_BYTES:
+        most = tuning.REDUCED_HALF_PACKS
+    each = min(most, max(1, tuning.LANE_BYTES // max(1, pack * bytes_of)))
     few = most_kept is not None and problem.width % pack == 0
     for lanes in (32,) if algorithm == "warp" else (1, 2, 4, 8, 16):
         how = Layout(lanes, _packs(problem, lanes), tuning.GROUP_THREADS)
@@ -282,6 +290,8 @@ def across(problem, device, holds=True) -> Across:
             return how
     threads, packs = tuning.STRIDED_THREADS, max(1, int(tuning.STRIDED_FLIGHT / words))
     lanes = widest(threads, packs)
+    if width < tuning.STRIDED_SHORT and not problem.shifted and not few(tuning.STRIDED_ALONE):
+        return Across(tuning.STRIDED_ALONE, packs, tuning.STRIDED_ALONE, True)
     while (
         lanes > 1 and not problem.shifted and _room(Across(lanes, packs, threads, True), problem) > tuning.STRIDED_ROOM
     ):
@@ -302,6 +312,8 @@ def keeps_across(how, problem) -> bool:
 
 def _room(how, problem) -> int:
     """Bytes of shared memory in which the threads of a block join what they reduced (JoinGroups in strided.cuh)."""
+    if how.lanes == how.threads and how.cluster == 1:  # nothing is joined
+        return 0
     columns, blocks = how.lanes * problem.pack, 2 * how.cluster if how.cluster > 1 else 0
     parts = how.threads // (how.lanes if problem.shifted else 32)
     return (columns * problem.partial + 16) * (parts + 1 + blocks)

@@ -84,7 +84,8 @@ def plan(device, operands, results, *, function, alone=False):
         return _strided(device, operands, arrays, function, views)
     columns = [o for o in core.outputs if o.kind == "columns"]
     row_types = [*(operands[k].dtype for k in core.rows), *(o.dtype for o in core.of_kind("row"))]
-    row_bytes = [d.itemsize for d in row_types] or [4]
+    # A single row counts as a column.
+    row_bytes = [d.itemsize for d in row_types] or [operands[k].dtype.itemsize for k in core.columns] or [4]
     pack = tuning.PACK_BYTES // max(2, min(row_bytes))
     same = all([d for d in v.dims if d is not None] == [*program.others, program.row] for v in views)
     summed = sum(computing(o.value.aval.dtype).itemsize for o in columns)
@@ -93,7 +94,8 @@ def plan(device, operands, results, *, function, alone=False):
         pack = math.gcd(width, pack)  # packs start where rows do
     held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]
     narrow = any(o.dtype.itemsize == 1 for o in core.of_kind("row"))
-    problem = Problem(rows, width, held, pack, summed, core.kept_words, len(core.stages), narrow=narrow)
+    stores = bool(core.of_kind("row") or columns)
+    problem = Problem(rows, width, held, pack, summed, core.kept_words, len(core.stages), narrow, stores=stores)
     algorithm = _picked(function, problem, device)
     own = _Rows(device, function, arrays, rows, width)
     launches = own.split if algorithm == "split" else functools.partial(own.launches, algorithm)

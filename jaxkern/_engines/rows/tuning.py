@@ -8,6 +8,11 @@ LANE_BYTES = 64  # of rows in a lane, before more lanes share them
 # Packs of a row in a lane, before more lanes share it: lanes that read side by side [softmax, float32 2097152 x 32: 178 us with 2 in 4
 # lanes, 202 with 4 in 2; log softmax, bfloat16 1048576 x 64: 90 and 101].
 LANE_PACKS = 2
+# The same of half packs, where rows are reduced to numbers in one stage [H100; sum, bfloat16 49152 x 100: 5.1 us, 5.5 with 2].
+REDUCED_HALF_PACKS = 4
+# Blocks of a multiprocessor, at least, where clusters reduce rows to numbers in one stage; with fewer, rows are split [H100; logsumexp,
+# float32 512 x 131072: 92 us, 129 in clusters; bfloat16 64 x 1048576: 48 and 72].
+REDUCING_BLOCKS = 2
 # Bytes of rows that are not whole packs and are read in half packs, if these divide them [H100; softmax, gradient, bfloat16
 # 671088 x 100: 131 us, 147 in ragged packs; forward 104 and 110].
 HALF_PACK_BYTES = 512
@@ -72,6 +77,9 @@ STRIDED_NUMBERS = 32  # words of the numbers of a thread's rows; with more, it l
 # Rows side by side that are no whole packs are read in packs that start before a tile if they are more than this part of its rows
 SHIFTED_FILLED = 0.7
 STRIDED_THREADS = 256  # of a block that reads rows again
+# Rows with fewer elements are read by one thread each, in blocks of so many threads [H100; logsumexp, float32 20 x 400 x 6000 along the
+# first axis: 71 us, 104 if threads share them].
+STRIDED_SHORT, STRIDED_ALONE = 32, 128
 STRIDED_FLIGHT = 16  # words of a thread in flight there
 STRIDED_BLOCKS = 4  # of a multiprocessor there, at a time
 STRIDED_ELEMENTS = 64  # of a row that occupy a block, at least

@@ -15,9 +15,9 @@ from jax import lax
 from jaxkern._core import partition
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
+from jaxkern._definitions.reductions import statistics_of
 from jaxkern._ops.cross_entropy import reference
 from jaxkern._ops.cross_entropy.reference import Options
-from jaxkern._ops.reduction.primitive import statistics
 
 
 def _place(over, width):
@@ -30,7 +30,9 @@ def _statistics(loss_p, logits, mask, axis, smoothing, algorithm):
     smoothing the sum of logit - largest. They have a dimension for the axis."""
     if not smoothing:
         given = () if mask is None else (mask,)
-        _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(logits, *given, axis=axis, algorithm="auto"))
+        _, largest, total = (
+            jnp.expand_dims(a, axis) for a in statistics_of(logits, *given, axis=axis, algorithm="auto")
+        )
         return largest, total, reference.participants(logits, mask, axis), None
     # With smoothing 1 the loss is log(total) less the mean of that sum, whatever the label is.
     anything = jnp.zeros(logits.shape[:axis] + logits.shape[axis + 1 :], jnp.int32)

@@ -20,8 +20,8 @@ from jaxkern._core.rows import (
     unless_nan,
     worthwhile,
 )
+from jaxkern._definitions.reductions import statistics_of
 from jaxkern._ops.cross_entropy.primitive import probabilities_of_part
-from jaxkern._ops.reduction.primitive import statistics
 from jaxkern._ops.softmax import dropout
 
 # ---- plain
@@ -68,7 +68,7 @@ def _exponentials(x, mask, axis, over, others=()):
     wide = _unmasked(x, *mask)
     if not over:
         return wide, *partition.row_exponentials(wide, axis, (), others=others)
-    _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(x, *mask, axis=axis, algorithm="auto"))
+    _, largest, total = (jnp.expand_dims(a, axis) for a in statistics_of(x, *mask, axis=axis, algorithm="auto"))
     sums = [total, *(jnp.sum(a, axis, keepdims=True) for a in others)]
     return wide, *partition.merge_exponentials(largest, sums, over)
 

@@ -20,7 +20,9 @@ from jaxkern._core import compat, validate
 from jaxkern._core.autodiff import defvjp
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind, set_jvp, set_transpose
-from jaxkern._ops.reduction.primitive import (
+from jaxkern._definitions.reductions import (
+    count,
+    finite,
     logsumexp_p,
     logsumexp_statistics_p,
     reduce_max_p,
@@ -28,7 +30,6 @@ from jaxkern._ops.reduction.primitive import (
     reduce_min_p,
     reduce_sum_p,
 )
-from jaxkern._ops.reduction.reference import count, finite
 
 
 def _masked(x, mask):

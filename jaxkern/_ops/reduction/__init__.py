@@ -1,1 +1,0 @@
-"""Sums, means, extremes and logsumexp of rows."""
