@@ -188,7 +188,9 @@ def function(case):
     values, at = np.asarray(values, np.float64), np.asarray(at)
     assert (np.diff(values, axis=-1) <= 0).all(), "values do not descend"
     assert (np.diff(np.sort(at, -1), axis=-1) > 0).all(), "an index occurs twice"
-    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    # The sine's argument is rounded, and its error grows with x.
+    most = float(np.abs(x.astype(np.float64)).max(initial=0))
+    tolerance = 1e-5 if dtype == "float32" else 2.0**-8 * (1 + 3.7 * most) * most
     np.testing.assert_allclose(values, np.take_along_axis(every, at, -1), rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(values, -np.sort(-every, -1)[..., :k], rtol=tolerance, atol=tolerance)
 
