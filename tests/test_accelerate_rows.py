@@ -348,3 +348,46 @@ def test_off_outside():
     with forced:
         assert kernels()
     assert not kernels()
+
+
+def beside_a_token(x):
+    y = jax.nn.softmax(x)
+    y, _ = jax.lax.optimization_barrier((y - y.mean(-1, keepdims=True), jax.lax.create_token()))
+    return y * 2
+
+
+@pytest.mark.parametrize(
+    "f, shape",
+    [
+        (lambda x, y: y @ (x / jnp.linalg.norm(x, axis=-1, keepdims=True)), "n, 1024"),
+        (lambda x, y: (y * x.sum(-1)[:, None], rms_norm(x, 1.0), x + 1), "1024, n"),
+        (lambda x, y: (jnp.sin(y).sum(), rms_norm(x, 1.0), x + 1), "n, 8"),
+        (lambda x, y: beside_a_token(x), "8"),
+    ],
+)
+def test_rows_beside_sizes_that_are_not_known_and_tokens(f, shape):
+    args = spec(1024, 1024), spec(*jax.export.symbolic_shape(shape))
+    export = lambda: jax.export.export(jax.jit(lambda *args: f(*args)), platforms=["cuda"])(*args)
+    lower = lambda: jax.jit(lambda *args: f(*args)).trace(*args).lower(lowering_platforms=("cuda",))
+    run = export if "n" in shape else lower
+    try:
+        run()
+    except AttributeError:
+        pytest.skip("plain JAX 0.10 does not lower a token in a barrier")
+    with jaxkern.accelerate():
+        run()
+
+
+def test_rows_on_an_explicit_mesh_of_one_device():
+    """Numbers of rows have fewer dimensions than what they are made of."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
+    f = lambda x: (x.mean(-1), x.max(-1), rms_norm(x, 1.0))
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((4096, 32000), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("d")))
+        assert any(d.taken for d in regions(f, x, platform="cuda"))
+        small = jax.device_put(normal(8, 64), jax.NamedSharding(mesh, jax.P("d")))
+        plain = jax.jit(f)(small)
+        with forced:
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), jax.jit(f)(small), plain)
+        with jaxkern.accelerate(force=True):
+            np.testing.assert_array_equal(jax.jit(jnp.argsort)(small), np.argsort(small, -1))

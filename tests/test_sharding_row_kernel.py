@@ -125,3 +125,24 @@ def test_sums_relative_to_numbers_of_the_row():
     compiled = jax.jit(kernel).lower(*split).compile()
     same(compiled(*split), jax.jit(f)(x, w), 2e-5)
     check(compiled.as_text(), {"all-gather": 1, "all-reduce": 1}, kernel=False)
+
+
+def scaled_norm(x):
+    largest = jnp.max(jnp.abs(x), -1, keepdims=True)
+    return largest * jnp.sqrt(jnp.sum((x / largest) ** 2, -1, keepdims=True))
+
+
+def sum_of_probabilities(x):
+    return jnp.sum(jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True)), -1, keepdims=True)
+
+
+@several
+@pytest.mark.parametrize("f, scale", [(scaled_norm, 1e20), (scaled_norm, 1e-25), (sum_of_probabilities, None)])
+def test_parts_neither_overflow_nor_vanish(f, scale):
+    """What a row is scaled by stays in the parts of devices; so does the whole of a part that is -inf."""
+    m = mesh()
+    x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32) * (scale or 1)
+    if scale is None:
+        x[:, 16:] = -np.inf
+    found = jax.jit(jaxkern.row_kernel(f))(jax.device_put(x, NamedSharding(m, P(None, ("r", "c")))))
+    np.testing.assert_allclose(found, f(jnp.asarray(x)), rtol=1e-5)

@@ -53,7 +53,10 @@ def size_of(v) -> int:
 
 
 def bytes_of(v) -> int:
-    return size_of(v) * v.aval.dtype.itemsize
+    shape, dtype = getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)  # tokens have neither
+    if shape is None or dtype is None or set(map(type, shape)) - {int}:
+        return 0
+    return math.prod(shape) * dtype.itemsize
 
 
 @dataclasses.dataclass(eq=False)
@@ -236,6 +239,8 @@ class _Search:
     def _of_number(self, e):
         """The group of the rows whose numbers an equation computes with, or None. It made one of its operands."""
         name, out = e.primitive.name, e.outvars[0].aval.shape
+        if set(map(type, out)) - {int}:
+            return None
         renames = name in RENAMING or name in REDUCING
         if name not in CHEAP and not renames:
             return None

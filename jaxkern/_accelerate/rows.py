@@ -367,6 +367,8 @@ def _would_fuse(e, v) -> bool:
     for side, x in enumerate(e.invars):
         if x is v:
             other = e.invars[1 - side].aval
+            if set(map(type, (*x.aval.shape, *other.shape))) - {int}:
+                return False
             if not batch[side] and other.size <= SKINNY * math.prod(other.shape[d] for d in contracted[1 - side]):
                 return True
             rest = [d for d in range(x.aval.ndim) if d not in batch[side]]

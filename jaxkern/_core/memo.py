@@ -1,4 +1,4 @@
-"""Caches of traces. The settings of JAX that a trace depends on are part of the keys."""
+"""Caches of traces. What a trace depends on is part of the keys: settings of JAX, and the mesh that is set."""
 
 import functools
 
@@ -26,7 +26,8 @@ def remembered(most):
 
         @functools.wraps(f)
         def found(*args, **kwargs):
-            return kept(tuple(getattr(jax.config, name, None) for name in SETTINGS), *args, **kwargs)
+            settings = tuple(getattr(jax.config, name, None) for name in SETTINGS)
+            return kept((*settings, jax.sharding.get_abstract_mesh()), *args, **kwargs)
 
         return found
 

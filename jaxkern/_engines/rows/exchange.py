@@ -176,7 +176,33 @@ class _Levels:
         kind = self._kind_of(step.operands[0], level)
         if level == 0 or step.name != "reduce_sum" or self.program.over(step) != {self.program.row} or kind is None:
             return ()
-        return kind[1] if kind[0] == "times" else ()
+        return kind[1] if kind[0] == "times" and self._stable(kind[1]) else ()
+
+    def _stable(self, factors):
+        """Whether parts without these factors are finite where the row is."""
+        powers = {}
+        for f, n, k in factors:
+            if f == "mul":
+                powers[n] = powers.get(n, 0) + k
+        exponents = [n for f, n, _ in factors if f == "exp"]
+        if not exponents and any(abs(k) > 1 or self._holds(n, _NOTHING) for n, k in powers.items()):
+            return False  # squares of x / max(abs(x)): those of x overflow
+        # The logarithm of the sum of a part may be -inf where that of the row is not.
+        return not any(self._holds(n, ("reduce_sum",)) for n in exponents)
+
+    def _holds(self, v, names) -> bool:
+        """Whether a value of the row, or one that it was made of, is a reduction of these names."""
+        made = {y: s for s in self.program.steps for y in s.results}
+        behind, seen = [v], set()
+        while behind:
+            v = behind.pop()
+            if v in seen or v not in made or self._level(v) == 0:
+                continue
+            if made[v].name in names:
+                return True
+            seen.add(v)
+            behind += made[v].operands
+        return False
 
     def _kind_of(self, v, level):
         return PLAIN if self._level(v) < level or isinstance(v, Constant) or level == 0 else self._kinds.get(v)

@@ -86,6 +86,15 @@ def _abstract(*operands, function):
     return [typed(a, sharding=NamedSharding(mesh, spec(v))) for a, v in zip(function.results, program.results)]
 
 
+def _abstract_core(*operands, function):
+    x = operands[0]
+    whole = lambda shape: NamedSharding(x.sharding.mesh, PartitionSpec(*(None for _ in shape)))
+    return [
+        x.update(shape=shape, dtype=dtype, weak_type=False, sharding=whole(shape))
+        for shape, dtype in plan.outputs(function)
+    ]
+
+
 def _batch(prim, operands, dims, *, function):
     operands = [x if d in (None, 0) else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
     size = next(x.shape[0] for x, d in zip(operands, dims) if d is not None)
@@ -209,9 +218,7 @@ def define(name: str, by_hand=None, makes_nan=True, **fixed) -> None:
     """
     core = primitive(
         f"jaxkern_{name}_core",
-        lambda *operands, function: [
-            operands[0].update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in plan.outputs(function)
-        ],
+        _abstract_core,
         several=True,
         makes_nan=makes_nan,
         plan=plan.plan,

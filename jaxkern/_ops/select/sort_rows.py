@@ -213,7 +213,8 @@ def digit_passes(
 
 def reference(x, carried, *, descending, wanted):
     flipped = (lambda a: lax.rev(a, (a.ndim - 1,))) if descending else (lambda a: a)
-    column = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    place = jax.typeof(x).sharding  # of an explicit mesh
+    column = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1, out_sharding=None if place.mesh.empty else place)
     # In descending order: the ascending order of the reversed row, from its end. Equal elements then come in their own order.
     operands = [flipped(a) for a in (x, column, carried) if a is not None]
     found = dict(zip(("values", "indices", "carried"), lax.sort(operands, num_keys=1, is_stable=True)))
