@@ -345,8 +345,8 @@ def main():
     torch, database = torch_and_samples()
     torch.manual_seed(0)
     only, numbers = arguments.only.split(","), collections.Counter()
-    todo = samples(torch, database, only, arguments.dtypes.split(","), arguments.most)[part::parts]
-    for name, dtype, sample, special in todo:
+    chosen = samples(torch, database, only, arguments.dtypes.split(","), arguments.most)[part::parts]
+    for name, dtype, sample, special in chosen:
         if time.monotonic() - start > arguments.seconds:
             outcome = "not run"
         else:

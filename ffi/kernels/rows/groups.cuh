@@ -1,5 +1,5 @@
 // How groups of threads that share the elements of a tile of adjacent rows combine what they have reduced (strided.cuh): through
-// shuffles within a warp, shared memory of the block, and that of other blocks of the cluster, always in the same order.
+// shuffles within a warp, and shared memory of the block and of the other blocks of its cluster, always in the same order.
 #pragma once
 
 #include "exchange.cuh"

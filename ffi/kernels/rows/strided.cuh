@@ -28,7 +28,7 @@
 // reads aligned packs, which start up to N - 1 rows before the tile, and a thread has the same rows in all of them. Rows
 // before and behind the tile are not stored. All groups have kLanes * N - N + 1 rows. Those are a tile, and packs at its ends are stored
 // element by element; of 32 lanes, a tile is the packs that start in the first kLanes * N - 2 * N of these rows, so that packs
-// are stored as a whole. All arrays but those of kSame have the same shape.
+// are stored as a whole. Arrays that are not in kSame have the same shape.
 #pragma once
 
 #include "groups.cuh"

@@ -206,7 +206,7 @@ def _kept(used, equation):
 
 @memo.remembered(64)
 def _with_results(spec, kept) -> Associative:
-    """The scan of which only the results at the places `kept` are stored."""
+    """The same scan, which stores only the results at the places `kept`."""
     finish = spec.finish
     results = lambda *sx: (lambda ys: [ys[k] for k in kept])(finish.scalars(*sx))
     of_kept = of_scalars(results, finish.in_dtypes, [finish.out_dtypes[k] for k in kept], finish.label, finish.coarse)
