@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jaxkern._core import algorithms, compat, compat_lowering, device, environment, launch, registry, switch
+from jaxkern._core.partition import outside_meshes
 from jaxkern._core.primitive import evaluate
 
 references = {}  # of primitives, in jnp; None for those without one
@@ -120,7 +121,7 @@ def _lower_to_kernels(
             elif found is None and kernels:
                 adapted = adapt(prim, *ctx.avals_in, **params) if adapt is not None else None
                 if adapted is not None:
-                    return mlir.lower_fun(adapted, multiple_results=prim.multiple_results)(ctx, *operands, **params)
+                    return _lower_traced(adapted, prim.multiple_results)(ctx, *operands, **params)
                 prepared = prepare(*ctx.avals_in, **params) if prepare is not None else None
                 inner, own, read = ctx, operands, list(ctx.avals_in)
                 if prepared is not None:
@@ -154,8 +155,7 @@ def _prepared(f, ctx, operands, params) -> tuple:
         types = jax.tree.map(jax.typeof, found)
         return jax.tree.leaves(found)
 
-    inner = ctx.replace(avals_in=list(map(compat.not_varying, ctx.avals_in)), avals_out=None)
-    own = mlir.lower_fun(flat, multiple_results=True)(inner, *operands, **params)
+    own = _lower_traced(flat, True)(ctx.replace(avals_out=None), *operands, **params)
     return ctx.replace(avals_in=jax.tree.leaves(types)), own, types
 
 
@@ -171,10 +171,24 @@ def lower_reference(prim, reference):
 
     Each device computes its own part, and a jaxpr that was made elsewhere may be evaluated in the reference.
     """
-    rule = switch.own_code(mlir.lower_fun(reference, multiple_results=prim.multiple_results))
-    return lambda ctx, *operands, **params: rule(
-        ctx.replace(avals_in=list(map(compat.not_varying, ctx.avals_in))), *operands, **params
-    )
+    return switch.own_code(_lower_traced(reference, prim.multiple_results))
+
+
+def _lower_traced(f, several):
+    """The lowering rule that traces `f`, in jnp; several: whether it has several results.
+
+    If one device computes all of it, `f` is traced outside of any mesh. A mesh with explicit axes would be part of the types, on which
+    a jaxpr that was made elsewhere may not be evaluated, and XLA would find shardings in the part of one device.
+    """
+    on_one, on_several = (mlir.lower_fun(g, multiple_results=several) for g in (outside_meshes(f), f))
+
+    def lower(ctx, *operands, **params):
+        avals, rule = list(map(compat.not_varying, ctx.avals_in)), on_several
+        if compat.partitioned_devices(ctx) == 1:
+            avals, rule = [a.update(sharding=None) for a in avals], on_one
+        return rule(ctx.replace(avals_in=avals), *operands, **params)
+
+    return lower
 
 
 def _known(ctx) -> bool:

@@ -86,9 +86,9 @@ def function_name(prim, params) -> str:
 def outside_meshes(f):
     """Calls `f` outside of any mesh: parts of arrays have no sharding."""
 
-    def g(*parts):
+    def g(*parts, **params):
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return f(*parts)
+            return f(*parts, **params)
 
     return g
 
