@@ -220,8 +220,10 @@ def _mesh(n: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:n]), ("d",))
 
 
-def _compiled(case: Case, n: int, ours: bool):
-    """The program of n devices."""
+def _compiled(case: Case | None, n: int, small: bool, ours: bool):
+    """The program of n devices; without a case, of the training step."""
+    if case is None:
+        return _step_compiled(n, small, ours)
     mesh = _mesh(n)
     types = [
         jax.ShapeDtypeStruct(_shape(a, n if case.grows else 1), a.dtype, sharding=NamedSharding(mesh, _spec(a.split)))
@@ -239,23 +241,37 @@ def _calls(case: Case, n: int, programs) -> dict[str, tuple[Callable[[], Any], s
     return {name: ((lambda run=run: run(*arrays)), run.as_text()) for name, run in compiled.items()}
 
 
-def _step_calls(n: int, small: bool) -> dict[str, tuple[Callable[[], Any], str]]:
+def _training(small: bool, ours: bool) -> tuple[Any, Any]:
+    """The training of examples/language_model.py, and its sizes."""
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
     import language_model as example
 
     preset = example.PRESETS["tiny" if small else "gpt2"]
-    mesh = _mesh(n)
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-    windows = np.random.default_rng(0).integers(256, size=(n * preset.batch, preset.context + 1)).astype(np.int32)
-    windows = put(windows, P("d"))
-    calls = {}
-    for name, library in ((_goals.OURS, "jaxkern"), ("xla", "jax.nn")):
-        training = example.Training(example.LIBRARIES[library], preset, seed=0)
-        state = [put(training.params, P()), put(training.state, P())]
-        compiled = training._step.lower(*state, windows).compile()
+    return example.Training(example.LIBRARIES["jaxkern" if ours else "jax.nn"], preset, seed=0), preset
 
-        def call(compiled=compiled, state=state):
+
+def _step_compiled(n: int, small: bool, ours: bool):
+    """The program of a training step on n devices."""
+    training, preset = _training(small, ours)
+    place = lambda spec: NamedSharding(_mesh(n), spec)
+    kept = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place(P()))
+    state = jax.tree.map(kept, (training.params, training.state))
+    windows = jax.ShapeDtypeStruct((n * preset.batch, preset.context + 1), jnp.int32, sharding=place(P("d")))
+    return training._step.lower(*state, windows).compile()
+
+
+def _step_calls(n: int, small: bool, programs) -> dict[str, tuple[Callable[[], Any], str]]:
+    put = lambda a, spec: jax.device_put(a, NamedSharding(_mesh(n), spec))
+    calls = {}
+    for name in (_goals.OURS, "xla"):
+        training, preset = _training(small, name == _goals.OURS)
+        shape = n * preset.batch, preset.context + 1
+        windows = put(np.random.default_rng(0).integers(256, size=shape).astype(np.int32), P("d"))
+        state = [put(training.params, P()), put(training.state, P())]
+        compiled = programs[n, name].result()
+
+        def call(compiled=compiled, state=state, windows=windows):
             state[0], state[1], nats, _ = compiled(*state, windows)
             return nats
 
@@ -303,12 +319,11 @@ def run(arguments: Any) -> dict[str, Any]:
     pool = concurrent.futures.ThreadPoolExecutor(COMPILERS)
     programs = {
         name: {
-            (n, who): pool.submit(_compiled, case, n, who == _goals.OURS)
+            (n, who): pool.submit(_compiled, case, n, small, who == _goals.OURS)
             for n in counts
             for who in (_goals.OURS, "xla")
         }
         for name, case in chosen.items()
-        if case
     }
     concurrent.futures.wait([future for futures in programs.values() for future in futures.values()])
     data = {
@@ -324,7 +339,7 @@ def run(arguments: Any) -> dict[str, Any]:
             alone: dict[str, float] = {}
             for n in counts:
                 times, sent, handlers = {}, {}, []
-                calls = _calls(case, n, programs[name]) if case else _step_calls(n, small)
+                calls = _calls(case, n, programs[name]) if case else _step_calls(n, small, programs[name])
                 for who, (call, text) in calls.items():
                     handlers += re.findall(r'custom_call_target="(jaxkern\w*)"', text)
                     times[who] = _timing_of(call, repeats)
