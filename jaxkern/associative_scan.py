@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxkern._core import validate
+from jaxkern._core import compat, validate
 from jaxkern._core.jaxprs import CUSTOM, computing
 from jaxkern._engines.loops import associative, plan_associative
 from jaxkern._engines.loops.generate import Core
@@ -22,7 +23,7 @@ def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int 
 
     Args:
         fn: an associative function of two pytrees like `elems`, fn(earlier, later), that returns a third. It is elementwise,
-            as the body of `scan` is.
+            as the body of `scan` is. Arrays that it closes over broadcast against those of one step; they become operands.
         elems: a pytree of arrays with the same size along `axis` that broadcast against each other along other axes.
             Numbers of 16 bits are combined in float32 and rounded where they are stored.
         reverse: scans from the last element to the first; fn is then called as fn(later, earlier).
@@ -37,6 +38,10 @@ def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int 
             and the line in fn. The scan is too large for one kernel: more than 10 arrays, 32 numbers of 32 bits that are
             combined, or 2000 operations. fn returns another structure or other types than it is given. `elems` has no array.
         ValueError: `axis` is out of bounds, or sizes along it differ.
+
+    Warns:
+        UserWarning: fn calls a function with a derivative of its own, such as `jnp.logaddexp`, and closes over an array or is a
+            function of arrays alone, as under `jax.vmap`. XLA runs the scan.
 
     Derivatives: forward and reverse mode, of any order: the derivatives of the loop y[t] = fn(y[t - 1], x[t]), as kernels
     of `scan`.
@@ -99,26 +104,63 @@ def of_pytrees(fn, elems, reverse, axis, replaced=False):
     core = Core(Program(closed.jaxpr, closed.consts, 0, 0, label))
     if core.program.sums or any(p is not None for p in core.program.operand_parts):
         raise TypeError(f"{label} combines elements of different lanes, which is not elementwise")
-    words = plan_associative.words_of([computing(x.dtype) for x in leaves])
-    if not replaced and (beyond := plan_associative.too_large(2 * len(leaves), words, core.function.size)):
+    whole = jnp.broadcast_shapes(*(x.shape for x in leaves))
+    given = _given(core, whole, along, label)
+    words = plan_associative.words_of([computing(x.dtype) for x in (*leaves, *given)])
+    arrays = 2 * len(leaves) + len(given)
+    if not replaced and (beyond := plan_associative.too_large(arrays, words, core.function.size)):
         raise TypeError(f"{label} {beyond}: use jax.lax.associative_scan")
     options = {"axis": along, "reverse": reverse, "label": f"jaxkern.{name}", "replaced": replaced}
     scan = functools.partial(associative.associative_scan, **options)
-    whole = jnp.broadcast_shapes(*(x.shape for x in leaves))
     arrays = [jnp.broadcast_to(x, whole) for x in leaves]
     if _is_of_scalars(flat, leaves):
         ys = scan(lambda a, b: flat(*a, *b), arrays)
-    elif core.consts or core.indices or any(e.primitive.name in CUSTOM for e in closed.jaxpr.eqns):
-        return lax.associative_scan(fn, elems, reverse=reverse, axis=along)
     else:
+        if any(e.primitive.name in CUSTOM for e in closed.jaxpr.eqns):
+            closes = "closes over an array or uses places of lanes" if given else "is not a function of scalars"
+            why = f"{label} {closes}, and calls a function with a derivative of its own"
+            if replaced:
+                raise TypeError(why)
+            compat.warn_once(f"{why}. XLA runs it as jax.lax.associative_scan")
+            return lax.associative_scan(fn, elems, reverse=reverse, axis=along)
+        n, places = len(leaves), len(core.indices)
+
+        def combine(a, b):
+            own, pairs = b[n:], [*a[:n], *b[:n]]
+            read = [pairs[k - core.program.num_consts] for k in core.xs]
+            return [*core.function(*own[: len(own) - places], *read, *own[len(own) - places :]), *own]
+
         ys = scan(
-            lambda a, b: core.function(*a, *b),
-            arrays,
+            combine,
+            [*arrays, *given],
             element=lambda xs: [x.astype(computing(x.dtype)) for x in xs],
             finish=lambda state, _: [y.astype(x.dtype) for x, y in zip(leaves, state)],
         )
     parts = [tuple(slice(0, n) for n in x.shape) for x in leaves]
     return tree.unflatten([y[part] for y, part in zip(ys, parts)])
+
+
+def _given(core, shape, axis, label) -> list:
+    """What fn closes over, and the places of lanes that it uses, as arrays of the shape of the scan, which has this axis."""
+    program = core.program
+    axes = {d: at for v in program.operands[program.num_consts :] for at, d in enumerate(v.dims) if d is not None}
+    captured = [c for _, c in program.captured.values()]
+    arrays = []
+    for k in core.consts:
+        c, dims = captured[k], program.operands[k].dims
+        own = [d for d in dims if d is not None]
+        if jnp.issubdtype(c.dtype, jax.dtypes.extended) or any(axes.get(d, axis) == axis for d in own):
+            raise TypeError(
+                f"{label} closes over an array of {c.dtype}{list(c.shape)}, which has no value for each lane"
+            )
+        order = sorted(own, key=axes.__getitem__)
+        x = jnp.transpose(c.reshape([d.size for d in own]), [own.index(d) for d in order])
+        arrays.append(lax.broadcast_in_dim(x, shape, [axes[d] for d in order]))
+    for d in core.indices:
+        if axes[d] == axis:
+            raise TypeError(f"{label} uses the places of elements along the axis of the scan, of which it sees two")
+        arrays.append(lax.broadcasted_iota(np.int32, shape, axes[d]))
+    return arrays
 
 
 def _is_of_scalars(f, leaves) -> bool:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxkern._core import validate
+from jaxkern._core import compat, validate
 from jaxkern._core.cpp import Unsupported
 from jaxkern._core.jaxprs import held
 from jaxkern._engines.loops import lowering
@@ -69,8 +69,9 @@ def scan(
 
     Warns:
         UserWarning: XLA runs a derivative or a batch of the loop that is too large for a kernel, or a loop with rows for which
-            it is estimated to be faster, or for which the GPU has too little shared memory. This is known when the loop is
-            lowered for a GPU; errors are raised while it is traced, and are the same on every machine.
+            it is estimated to be faster, or for which the GPU has too little shared memory. The warning names the reason;
+            results are those of `jax.lax.scan`. This is known when the loop is lowered for a GPU. Errors are raised while the
+            loop is traced, before any step has run, and are the same on every machine.
 
     Derivatives: JAX's, in forward and reverse mode, of any order, and kernels too. The gradient stores the carry of each
     step, and computes the rest of a step again, as with `jax.checkpoint`. Gradients of operands that broadcast over lanes
@@ -109,10 +110,14 @@ def scan(
         if checkpoint_every < 1:
             raise ValueError(f"jaxkern.scan: checkpoint_every must be at least 1, got {checkpoint_every}")
 
-    carry, ys = loop(f, init, xs, length, reverse, unroll, checkpoint_every)
+    run = lambda init, xs: loop(f, init, xs, length, reverse, unroll, checkpoint_every)
+    if compat.stages():
+        carry, ys = run(init, xs)
+    else:  # the body has no effect, and takes no time, before it is known to be one of a kernel
+        carry, ys = jax.eval_shape(run, init, xs)
     sizes = [jnp.shape(x)[0] for x in jax.tree.leaves(xs)]
     _check(f, carry, xs, sizes[0] if sizes else length)
-    return carry, ys
+    return (carry, ys) if compat.stages() else run(init, xs)
 
 
 def loop(f, init, xs, length=None, reverse=False, unroll=1, checkpoint_every=None):

@@ -121,10 +121,26 @@ def test_types_and_lengths():
 
 
 def test_functions_may_close_over_traced_scalars():
-    f = lambda combine: lambda x, c: combine(lambda a, b: [jnp.maximum(a[0], b[0] * c)], [x])
+    f = lambda combine: lambda x, c: combine(lambda a, b: [a[0] + b[0] + c], [x])
     xs = operands(1, (6,))[0], 1.0
     scans = [lambda g, x: associative_scan(g, x, axis=0), lax.associative_scan]
     close(*(jax.jit(jax.grad(lambda x, c: f(s)(x, c)[0].sum(), (0, 1)))(*xs) for s in scans))
+
+
+def test_arrays_that_a_function_closes_over_are_operands():
+    """Of one number, of lanes, and places of lanes: one scan, and one loop for the gradient."""
+    xs = operands(2, (2, 7, 3))
+    given = jnp.float32(0.7), operands(1, (3,))[0], operands(1, (2, 1, 1))[0]
+
+    def sums(scan, a, b, c, d, e):
+        product = lambda p, q: (p[0] * q[0] * c, jnp.maximum(p[1], q[1]))
+        lanes = lambda p, q: (p[0] * q[0] * c * d, jnp.maximum(p[1], q[1]) + 0 * e * jnp.arange(3))
+        return [jnp.sum(jnp.sin(y)) for f in (product, lanes) for y in scan(f, (a, b), axis=1)]
+
+    fs = [functools.partial(sums, scan) for scan in (jaxkern.associative_scan, lax.associative_scan)]
+    gradients = [jax.jit(jax.value_and_grad(lambda *a, f=f: sum(f(*a)), range(5))) for f in fs]
+    close(*(g(*xs, *given) for g in gradients))
+    assert str(jax.make_jaxpr(fs[0])(*xs, *given)).count("jaxkern_associative_scan[") == 2
 
 
 def test_errors_name_the_function():
@@ -142,6 +158,13 @@ def test_errors_name_the_function():
         TypeError, match="fn reads and writes 22 arrays, above the limit of 20: use jax.lax.associative_scan"
     ):
         jaxkern.associative_scan(lambda a, b: [x + y for x, y in zip(a, b)], many)
+    of_steps = jnp.ones((2, 3))
+    with pytest.raises(
+        TypeError, match=r"fn closes over an array of float32\[2, 3\], which has no value for each lane"
+    ):
+        jaxkern.associative_scan(lambda a, b: a + b * of_steps, jnp.ones((5, 3)))
+    with pytest.warns(UserWarning, match="fn closes over an array .* derivative of its own. XLA runs it"):
+        jaxkern.associative_scan(lambda a, b: jnp.logaddexp(a + x, b), jnp.ones((5, 3)))
     with pytest.raises(TypeError, match="fn has a size of [0-9]+ statements, above the limit of 2000"):
         jaxkern.associative_scan(lambda a, b: functools.reduce(lambda s, _: jnp.sin(s), range(50), a * b), x)
 

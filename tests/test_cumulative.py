@@ -226,6 +226,7 @@ SCANS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*derivative of its own. XLA runs it")
 @pytest.mark.parametrize("name", SCANS)
 def test_associative_scan(name):
     fn, shapes = SCANS[name]

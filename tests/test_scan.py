@@ -262,6 +262,7 @@ def test_the_same_bits_in_every_run():
 
 
 X, W = jnp.ones((20, 20)), jnp.ones(4)
+EFFECTS = []
 LONG = jnp.ones((2, 5000))  # rows that no kernel reduces within a loop
 
 
@@ -274,7 +275,7 @@ LONG = jnp.ones((2, 5000))  # rows that no kernel reduces within a loop
         (lambda c, x: (c, lax.cumsum(x)), "which is not elementwise", X),
         (lambda c, x: (c, x[::-1]), "which is not elementwise", X),
         (lambda c, x: (c + c.T, x), "two dimensions", X),
-        (lambda c, x: (c, jax.debug.print("{}", c)), "which has side effects|which is not elementwise", X),
+        (lambda c, x: (c, jax.debug.callback(EFFECTS.append, c)), "side effects|which is not elementwise", X),
         (lambda c, x: (lax.fori_loop(0, jnp.int32(c[0, 0]), lambda _, c: c + 1, c), x), "", X),
         (lambda c, x: (jaxkern.while_loop(lambda c: c < 3, lambda c: c + 1, c), x), "which is not elementwise", X),
     ],
@@ -283,6 +284,8 @@ def test_what_is_not_elementwise(body, words, state):
     with pytest.raises(TypeError, match=f"^jaxkern.scan: f(: an array| uses .*test_scan.py).*({words})") as error:
         jaxkern.scan(body, state, jnp.ones((2, *state.shape)))
     assert "use jax.lax.scan" in error.value.__notes__[-1]
+    jax.effects_barrier()
+    assert not EFFECTS  # nothing has run
 
 
 def test_errors_of_jax_stay():

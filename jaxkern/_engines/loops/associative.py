@@ -93,6 +93,15 @@ def associative_scan(
     axis, dtypes = axis % xs[0].ndim, [x.dtype for x in xs]
     made, captured, first = _functions(name, dtypes, combine, exclusive, element, finish)
     if captured:  # arrays of one number, which these Functions take as arguments of their own
+        if derivative is None and made[1].captured == len(captured):
+            options = {
+                "axis": axis,
+                "reverse": reverse,
+                "label": label,
+                "replaced": replaced,
+                "approximate": approximate,
+            }
+            return associative_scan(**_of_operands(made, captured, xs, exclusive), **options)
         return _with_captured(made, captured, xs, first, axis, reverse)
     spec = dataclasses.replace(_spec(made, first, approximate), replaced=replaced)
     if derivative is not None:
@@ -136,6 +145,19 @@ def _spec(functions, first, approximate=False) -> Associative:
         of_scalars(finish.scalars, (*wide, *element.in_dtypes), finish.out_dtypes, finish.label, coarse),
         first,
     )
+
+
+def _of_operands(functions, captured, xs, exclusive) -> dict:
+    """Arguments of the same scan, whose operands and states have the numbers that `combine` closes over, too."""
+    element, combine, finish = functions
+    n, m = len(element.out_dtypes), len(xs)
+    return {
+        "combine": lambda a, b: [*combine.scalars(*a[:n], *b[:n], *b[n:]), *b[n:]],
+        "elems": [*xs, *(jnp.broadcast_to(c, xs[0].shape) for c in captured)],
+        "exclusive": None if exclusive is None else [*exclusive, *[0] * len(captured)],
+        "element": lambda x: [*element.scalars(*x[:m]), *x[m:]],
+        "finish": lambda s, x: finish.scalars(*s[:n], *x[:m]),
+    }
 
 
 def _with_captured(functions, captured, xs, first, axis, reverse):
