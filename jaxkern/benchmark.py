@@ -52,7 +52,9 @@ class Benchmark:
             f"{self.us:.4g} us, {self.over_xla:.3g} times as fast as XLA ({self.xla_us:.4g} us), {self.of_copy:.2f} of a copy "
             f"of {self.bytes / 1e6:.3g} MB ({self.copy_us:.4g} us), {self.device}"
         )
-        if self.device != "cpu" and self.us < 1.25 * self.enqueue_us:
+        if self.device == "cpu":
+            text += ": XLA ran both here, and no kernel"
+        elif self.us < 1.25 * self.enqueue_us:
             text += f"; the host takes {self.enqueue_us:.3g} us to enqueue a call, and bounds the times"
         return text
 

@@ -109,7 +109,9 @@ class Graph:
         return self.senders.shape[-1]
 
     def __repr__(self):
-        return f"Graph({self.num_edges} edges, {self.num_senders} senders, {self.num_receivers} receivers)"
+        # A tree of the structure of a graph may have anything in place of its arrays, such as shardings.
+        edges = f"{self.num_edges} edges" if getattr(self.senders, "shape", ()) else f"senders={self.senders}"
+        return f"Graph({edges}, {self.num_senders} senders, {self.num_receivers} receivers)"
 
     def tree_flatten_with_keys(self):
         keys = map(jax.tree_util.GetAttrKey, ("senders", "receivers", "into", "out_of"))

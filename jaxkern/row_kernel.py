@@ -85,6 +85,7 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
                 raise ValueError(f"{label}: axis {row} is out of bounds for shape {operands[at].shape}")
             avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in operands]
             flat = lambda *xs: f(*jax.tree.unflatten(tree, xs))
+            flat.__wrapped__ = f  # for JAX's errors
             try:
                 found = trace(flat, avals, row % rank - rank, label)
             except Exception as error:

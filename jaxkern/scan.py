@@ -111,10 +111,16 @@ def scan(
             raise ValueError(f"jaxkern.scan: checkpoint_every must be at least 1, got {checkpoint_every}")
 
     run = lambda init, xs: loop(f, init, xs, length, reverse, unroll, checkpoint_every)
-    if compat.stages():
-        carry, ys = run(init, xs)
-    else:  # the body has no effect, and takes no time, before it is known to be one of a kernel
-        carry, ys = jax.eval_shape(run, init, xs)
+    try:
+        if compat.stages():
+            carry, ys = run(init, xs)
+        else:  # the body has no effect, and takes no time, before it is known to be one of a kernel
+            carry, ys = jax.eval_shape(run, init, xs)
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            "jaxkern.scan traces f as jax.lax.scan does, and inside jax.checkpoint: write jnp.where in place of `if`"
+        )
+        raise
     sizes = [jnp.shape(x)[0] for x in jax.tree.leaves(xs)]
     _check(f, carry, xs, sizes[0] if sizes else length)
     return (carry, ys) if compat.stages() else run(init, xs)
@@ -128,6 +134,8 @@ def loop(f, init, xs, length=None, reverse=False, unroll=1, checkpoint_every=Non
     def body(carry, x):
         carry, y = pair(again(lowering.mark(carry), x))
         return lowering.mark(carry), lowering.mark(y)
+
+    body.__wrapped__ = f  # for JAX's errors
 
     def pair(found):
         if not isinstance(found, (tuple, list)) or len(found) != 2:

@@ -205,6 +205,10 @@ def test_wrong_segments():
         ValueError, match=r"cumsum: segment_ids must have the shape \(3, 7, 2\) of x or \(7,\) of its axis, got \(3,\)"
     ):
         jaxkern.cumsum(jnp.ones(SHAPE), 1, segment_ids=np.arange(3))
+    with pytest.raises(
+        ValueError, match=r"\(3, 7, 2\) of x or \(42,\) .* all of x, flattened, where axis is None, got \(7,\)"
+    ):
+        jaxkern.cumsum(jnp.ones(SHAPE), segment_ids=np.arange(7))
 
 
 # ---- associative_scan

@@ -1,6 +1,7 @@
 """`jaxkern.explain`: what a GPU would run on kernels, what stays with XLA, and why."""
 
 import functools
+import re
 import threading
 
 import jax
@@ -263,6 +264,13 @@ def test_what_is_on_can_be_asked():
     finally:
         jaxkern.uninstall()
     assert jaxkern.installed() == ()
+
+
+def test_many_operands_in_a_table():
+    shapes = ", ".join(["f32[2,3]"] * 12 + ["s32[4]"] + [f"f32[{k},3]" for k in range(20)])
+    found = decisions.Decision("scan", True, "why", shapes, "file.py:1")
+    line = str(decisions.Explanation([found])).splitlines()[1]
+    assert re.search(r"  12 x f32\[2,3\], s32\[4\], f32\[0,3\], .*, \.\.\.  +why  file.py:1", line) and len(line) < 110
 
 
 def test_nested_records():

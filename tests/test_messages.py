@@ -502,6 +502,16 @@ def test_bad_arguments():
             f()
 
 
+def test_names_in_errors_and_text():
+    graph = messages.Graph(np.array([0, 1]), np.array([1, 2]), num_nodes=3)
+    assert repr(graph) == "Graph(2 edges, 3 senders, 3 receivers)"
+    assert "senders=(2,)" in repr(jax.tree.map(jnp.shape, graph))  # as of shardings, there are no arrays
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError, match=r"<lambda> at .*test_messages.py:.* argument feature"
+    ):
+        messages.edge_sum(lambda feature: feature if feature > 0 else 0, graph, senders=jnp.zeros((3, 4)))
+
+
 def test_documented_without_64_bits():
     """Indices of 64 bits are not cut to 32 without x64."""
     with compat.enable_x64(False):

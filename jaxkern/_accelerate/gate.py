@@ -220,6 +220,11 @@ def _is_crowded(p: Scatter) -> bool:
     return p.rows <= CROWDED_ROWS and p.count >= CROWDED_WIDE * p.rows
 
 
+def few(count: int, what: str, least: int, why: str = "") -> str:
+    """Why so many are left to XLA."""
+    return f"{count} {what} are few{why}, taken from {least}"
+
+
 def scatter(p: Scatter) -> tuple[bool, str]:
     can, why = can_scatter(p)
     if not can:
@@ -232,22 +237,22 @@ def scatter(p: Scatter) -> tuple[bool, str]:
                 return False, "one update of a row has nothing to be summed with"
             sums = "16-bit sums" if p.dtype.itemsize == 2 else "this jaxlib adds float32 by compare-and-swap"
             enough = p.elements >= NARROW_ELEMENTS
-            return enough, sums if enough else f"{p.elements} elements are few"
+            return enough, sums if enough else few(p.elements, "elements", NARROW_ELEMENTS)
         if p.gathers:
             return False, FUSED_GATHER
     elif p.dtype in FLOATS:
         enough = p.elements >= EXTREME_ELEMENTS
-        return enough, "extrema of floats" if enough else f"{p.elements} elements are few"
+        return enough, "extrema of floats" if enough else few(p.elements, "elements", EXTREME_ELEMENTS)
     if _is_crowded(p):
         return True, f"{p.count // p.rows} updates for each row"
     if p.elements * p.dtype.itemsize < WIDE_BYTES:
-        return False, f"{p.elements * p.dtype.itemsize / 1e3:.3g} KB of updates are few"
+        return False, few(p.elements * p.dtype.itemsize, "bytes of updates", WIDE_BYTES)
     if p.fused:
         return False, FUSED_ARITHMETIC
     if p.is_sorted:
         return (True, "sorted rows") if p.zeros else (False, "XLA is as fast on sorted indices")
     if p.trail < WIDE_TRAIL:
-        return False, f"{p.trail} elements side by side are few"
+        return False, few(p.trail, "elements side by side", WIDE_TRAIL)
     return True, "large rows"
 
 
@@ -261,8 +266,8 @@ def chain(p: Scatter, ordered: bool) -> tuple[bool, str]:
     if p.rows > CHAIN_ROWS * p.count:
         return False, f"{p.rows} rows are many for {p.count} edges"
     first = p.swaps or ordered
-    if p.count < (ORDERED_COUNT if first else CHAIN_COUNT):
-        return False, f"{p.count} edges are few for a chain"
+    if p.count < (least := ORDERED_COUNT if first else CHAIN_COUNT):
+        return False, few(p.count, "edges", least, " for a chain")
     if not first and p.operation == "scatter_add" and p.rows * p.trail * p.dtype.itemsize < WIDE_BYTES:
         return False, f"{p.rows} rows of {p.trail} features are few for a chain"
     return True, "a chain"
@@ -277,7 +282,7 @@ def free(p: Scatter) -> tuple[bool, str]:
     if p.is_sorted or p.is_unique:
         return False, "nothing was measured with sorted or unique indices"
     if p.count < FREE_COUNT:
-        return False, f"{p.count} updates are few"
+        return False, few(p.count, "updates", FREE_COUNT)
     if not p.zeros and p.rows > p.count:
         return False, "the operand is larger than the updates"
     return True, "narrow rows"
@@ -297,42 +302,43 @@ def steps(length: int, unroll: int) -> tuple[bool, str]:
     count = -(-length // max(unroll, 1))
     if count < LOOP_STEPS:
         unrolled = f" unrolled by {unroll}" if unroll > 1 else ""
-        return False, f"{length} steps{unrolled} are few"
+        return False, few(length, f"steps{unrolled}", (LOOP_STEPS - 1) * max(unroll, 1) + 1)
     return True, "one kernel for all steps"
 
 
 def while_loop(lanes: int) -> tuple[bool, str]:
     """Whether a while loop in which each lane stops on its own is taken."""
     enough = lanes >= WHILE_LANES
-    return enough, f"{lanes} lanes that stop on their own" if enough else f"{lanes} lanes are few"
+    return enough, f"{lanes} lanes that stop on their own" if enough else few(lanes, "lanes", WHILE_LANES)
 
 
 def associative(length: int, lanes: int) -> tuple[bool, str]:
     if length < ASSOCIATIVE_LENGTH:
-        return False, f"{length} steps are few"
-    return lanes >= ASSOCIATIVE_LANES, f"{lanes} lanes are few for its gradient, a loop"
+        return False, few(length, "steps", ASSOCIATIVE_LENGTH)
+    why = few(lanes, "lanes", ASSOCIATIVE_LANES)
+    return lanes >= ASSOCIATIVE_LANES, f"{why}: the gradient is a loop over the steps"
 
 
 def cumulative(length: int, elements: int) -> tuple[bool, str]:
     if length < CUMULATIVE_LENGTH:
-        return False, f"{length} steps are few"
-    return elements >= CUMULATIVE_ELEMENTS, f"{elements} elements are few"
+        return False, few(length, "steps", CUMULATIVE_LENGTH)
+    return elements >= CUMULATIVE_ELEMENTS, few(elements, "elements", CUMULATIVE_ELEMENTS)
 
 
 def logsumexp(dtype, rows: int, width: int) -> tuple[bool, str]:
     if dtype not in FLOATS:
         return False, f"no kernel for {dtype}"
     enough = rows * width >= LOGSUMEXP_ELEMENTS
-    return enough, "one read" if enough else f"{rows * width} elements are few"
+    return enough, "one read" if enough else few(rows * width, "elements", LOGSUMEXP_ELEMENTS)
 
 
 def loss(dtype, rows: int, classes: int) -> tuple[bool, str]:
     if dtype not in FLOATS:
         return False, f"no kernel for {dtype}"
     if classes < LOSS_CLASSES:
-        return False, f"{classes} classes are few"
+        return False, few(classes, "classes", LOSS_CLASSES)
     enough = rows * classes >= LOSS_ELEMENTS
-    return enough, "one read" if enough else f"{rows * classes} logits are few"
+    return enough, "one read" if enough else few(rows * classes, "logits", LOSS_ELEMENTS)
 
 
 def softmax(dtype, rows: int, width: int) -> tuple[bool, str]:
@@ -348,7 +354,7 @@ def attention(dtype, rows: int, keys: int) -> tuple[bool, str]:
     if keys % ATTENTION_VECTOR:
         return False, f"{keys} keys are not whole vectors of 16 bytes"
     enough = rows * keys >= ATTENTION_ELEMENTS
-    return enough, "the softmax in one read" if enough else "few logits"
+    return enough, "the softmax in one read" if enough else few(rows * keys, "logits", ATTENTION_ELEMENTS)
 
 
 def log_softmax(dtype, rows: int, width: int) -> tuple[bool, str]:

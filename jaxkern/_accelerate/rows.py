@@ -417,4 +417,6 @@ def _estimated(function, gpu):
     if not outputs:
         return None, "nothing is computed"
     found = planning.plan(gpu, function.avals, outputs, function=function)
-    return (None, "no kernel of the row engine takes it") if found is None else (cost.estimate(core, found, gpu), "")
+    if found is None:
+        return None, f"no kernel for rows takes {len(function.avals)} arrays and returns {len(outputs)} like these"
+    return cost.estimate(core, found, gpu), ""

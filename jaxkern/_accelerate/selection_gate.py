@@ -6,6 +6,7 @@ profiler, on an H100 with jaxlib 0.11.2; `python -m benchmarks selected` measure
 
 import jax.numpy as jnp
 
+from jaxkern._accelerate import gate
 from jaxkern._ops.select import count as counting
 from jaxkern._ops.select import sort_rows
 from jaxkern._ops.select import top_k as selection
@@ -72,10 +73,11 @@ def sort(dtype, rows: int, columns: int, operands: int, gathered: int = 0, force
     if algorithm == "block":
         if wide and columns < WIDE_BLOCK:
             return False, f"XLA sorts rows of {columns} keys of {dtype} as fast"
-        enough = elements >= BLOCK_ELEMENTS
+        least = BLOCK_ELEMENTS
     else:
-        enough = elements >= NETWORK_ELEMENTS
-    return enough, "rows in one kernel" if enough else f"{elements} elements are few"
+        least = NETWORK_ELEMENTS
+    enough = elements >= least
+    return enough, "rows in one kernel" if enough else gate.few(elements, "elements", least)
 
 
 def search(dtype, size: int, queries: int, by_steps: bool, force=False) -> tuple[bool, str]:
@@ -94,7 +96,7 @@ def count(dtype, elements: int, bins: int, force=False) -> tuple[bool, str]:
     if algorithm == "global" and not force:  # by atomics, as in XLA
         return False, f"{bins} bins are many"
     enough = force or elements >= COUNT_ELEMENTS
-    return enough, "counts in shared memory" if enough else f"{elements} indices are few"
+    return enough, "counts in shared memory" if enough else gate.few(elements, "indices", COUNT_ELEMENTS)
 
 
 def _chosen(family, *sizes, dtype) -> str | None:

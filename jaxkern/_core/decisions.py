@@ -7,6 +7,7 @@ import collections.abc
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import site
@@ -18,6 +19,8 @@ import jax
 import numpy as np
 
 from jaxkern._core import compat, environment, stablehlo, switch
+
+WIDTH = 60  # of the column of operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,14 @@ def why_left(ctx, value, what) -> str:
     return why
 
 
+def _short(shapes: str) -> str:
+    """Shapes in a column of a table: equal neighbours once, with their number, and as many as have room."""
+    runs = [(shape, len(list(run))) for shape, run in itertools.groupby(shapes.split(", "))]
+    texts = [shape if n == 1 else f"{n} x {shape}" for shape, n in runs]
+    kept = [k for k in range(1, len(texts) + 1) if len(", ".join(texts[:k])) <= WIDTH] or [1]
+    return ", ".join(texts[: kept[-1]]) + ", ..." * (kept[-1] < len(texts))
+
+
 def _line(d: Decision) -> str:
     return f"{'took' if d.taken else 'left'} {d.operation} {d.shapes} at {d.source}: {d.reason}"
 
@@ -176,7 +187,7 @@ class Explanation(collections.abc.Sequence):
         for d, count in collections.Counter(self.decisions).items():
             mark, size = "taken" if d.taken else "left", f"{d.bytes / 1e6:.3g}" if d.bytes else ""
             mark = f"{mark}, {count} times" if count > 1 else mark
-            rows.append((mark, d.operation, d.shapes, size, d.reason, d.source))
+            rows.append((mark, d.operation, _short(d.shapes), size, d.reason, d.source))
         widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
         return "\n".join(lines)

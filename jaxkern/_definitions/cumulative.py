@@ -301,6 +301,7 @@ def _cumulative(x, segment_ids, *, name, axis, reverse, exclusive, dtype):
         x = validate.floating(name, x)
     validate.real(name, "x", x)
     ids = None if segment_ids is None else integers(name, "segment_ids", segment_ids)
+    flattened = x.shape
     if axis is None:
         ids = ids if ids is None or ids.shape != x.shape else ids.reshape(-1)
         x, axis = x.reshape(-1), 0
@@ -316,7 +317,7 @@ def _cumulative(x, segment_ids, *, name, axis, reverse, exclusive, dtype):
     operation, identity = _OPERATIONS[name]
     inputs, segmented = [x], ids is not None
     if segmented:
-        inputs.append(_starts(name, x, ids, axis, reverse))
+        inputs.append(_starts(name, x, ids, axis, reverse, flattened))
     first = np.asarray(identity(dtype), wide)
     options = _scan(_Form(lambda a, b: [operation(a[0], b[0])], [first]), wide, stored, segmented, exclusive)
     if name == "cumlogsumexp":
@@ -368,12 +369,13 @@ def _scan(form, wide, stored, segmented, exclusive) -> dict:
     }
 
 
-def _starts(name, x, ids, axis, reverse):
+def _starts(name, x, ids, axis, reverse, flattened):
     """Whether elements are the first of their segments, broadcast to `x`; what it is at the start of the scan has no effect."""
     if ids.shape == (x.shape[axis],):
         ids = ids.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
     elif ids.shape != x.shape:
-        shapes = f"{x.shape} of x or {(x.shape[axis],)} of its axis"
+        shapes = f"{flattened} of x or {(x.shape[axis],)} of its axis"
+        shapes += ", which is all of x, flattened, where axis is None" if x.shape != flattened else ""
         raise ValueError(f"jaxkern.{name}: segment_ids must have the shape {shapes}, got {ids.shape}")
     starts = jnp.broadcast_to(ids != jnp.roll(ids, -1 if reverse else 1, axis), x.shape)
     return validate.split_like(starts, jax.typeof(x))

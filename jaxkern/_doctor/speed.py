@@ -49,10 +49,10 @@ def show_row_speed() -> None:
     print(
         f"\nrows of [{rows}, 2048] on {jax.devices()[0].device_kind}; the gradient reads two arrays, a reduction writes none"
     )
-    print(header("copy"))
+    print(header(*["copy"] * on_gpu()))
     for dtype in dtypes():
         x = jax.random.normal(jax.random.key(0), (rows, 2048), dtype)
-        copy = seconds(jax.jit(jnp.copy), x)
+        copy = [seconds(jax.jit(jnp.copy), x)] if on_gpu() else []
         for operation in OPERATIONS:
             ours, theirs = (getattr(m, operation) for m in (jaxkern, jax.nn))
             rows_of_table = [("", seconds(jax.jit(ours), x), seconds(jax.jit(theirs), x))]
@@ -62,12 +62,12 @@ def show_row_speed() -> None:
             rows_of_table.append((" grad", *(seconds(pull, k, x) for k in kept)))
             for name, *times in rows_of_table:
                 algorithm = algorithm_of(operation, rows, 2048, dtype=dtype, backward=bool(name))
-                line = f"{operation + name:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, copy))
+                line = f"{operation + name:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, *copy))
                 print(f"{line}  {algorithm}".rstrip())
         for operation, theirs in (("reduce_sum", jnp.sum), ("logsumexp", jax.nn.logsumexp)):
             last = (jax.jit(functools.partial(f, axis=-1)) for f in (getattr(jaxkern, operation), theirs))
             times = [seconds(f, x) for f in last]
-            line = f"{operation:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, copy))
+            line = f"{operation:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, *copy))
             print(f"{line}  {algorithm_of(operation, rows, 2048, dtype=dtype)}".rstrip())
 
 

@@ -87,10 +87,15 @@ def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
     except Unsupported as of_lanes:
         try:
             return _in_teams(operands, *body, length, reverse, label)
-        except TooLarge:
-            raise
-        except Unsupported:
-            raise of_lanes from None
+        except Unsupported as of_rows:
+            raise _of_both(jaxpr, of_lanes, of_rows) from None
+
+
+def _of_both(jaxpr, of_lanes, of_rows) -> Unsupported:
+    """Which error says more of a body that is neither of lanes nor of rows. Only rows have products."""
+    if isinstance(of_rows, TooLarge):
+        return of_rows
+    return of_rows if compat.calls(jaxpr, "dot_general") and not isinstance(of_lanes, TooLarge) else of_lanes
 
 
 def _in_teams(operands, jaxpr, consts, num_consts, num_carry, length, reverse, label, most=None) -> Loop:
@@ -155,9 +160,7 @@ def check(jaxpr, consts, num_carry, length, label) -> None:
             if is_planned:
                 plan_rows.plan(device.H200, RowCore(program, None, length), length, False, always=True)
         except Unsupported as of_rows:
-            # Only rows have products, so what rows lack says more where there are products.
-            is_of_rows = isinstance(of_rows, TooLarge) or compat.calls(jaxpr, "dot_general")
-            raise (of_rows if is_of_rows and not isinstance(of_lanes, TooLarge) else of_lanes) from None
+            raise _of_both(jaxpr, of_lanes, of_rows) from None
 
 
 def _check_lanes(program):

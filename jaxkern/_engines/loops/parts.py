@@ -101,7 +101,7 @@ def split(program, moved) -> None:
     apart = {d.same() for d, _ in moved}
     for d, step in moved:
         if d.same().size > MOST:
-            program.fail(step, program.otherwise)
+            program.fail(step, f"{program.otherwise}: slice and join arrays before the loop")
     if not apart and not any(step.name in MOVES for step in program.steps):
         program.operand_parts = (None,) * len(program.operands)
         program.result_parts = (None,) * len(program.results)

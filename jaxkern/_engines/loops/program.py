@@ -113,7 +113,7 @@ class Program(Flat):
         """Fails at the first operation that no kernel of a loop has, before anything is read: bodies may be whole models."""
         for e in jaxpr.eqns:
             if self.is_never(e):
-                self.fail(Step(e.primitive.name, [], [], e, {}, tuple(self._calls)), self.otherwise)
+                self.fail(Step(e.primitive.name, [], [], e, {}, tuple(self._calls)), self.why_never(e))
             self._calls.append(e)
             for inner in inner_jaxprs(e):
                 self._refuse(inner)
@@ -122,6 +122,9 @@ class Program(Flat):
     def is_never(self, equation) -> bool:
         """Whether no kernel of a loop has this operation."""
         return equation.primitive.name in NEVER
+
+    def why_never(self, equation) -> str:
+        return self.otherwise
 
     def _constant(self, c):
         """A number that is known, or else an operand in front of the others."""

@@ -55,10 +55,12 @@ class RowProgram(Program):
     def is_never(self, equation) -> bool:
         if equation.primitive.name != "dot_general":
             return super().is_never(equation)
-        (contracted, _), (batch, _) = equation.params["dimension_numbers"]
-        a, b = (v.aval.shape for v in equation.invars)
-        shared = math.prod(a[k] for k in (*contracted, *batch))
-        return math.prod(a) * math.prod(b) > MOST_PRODUCT * shared
+        return _multiplications(equation) > MOST_PRODUCT
+
+    def why_never(self, equation) -> str:
+        if equation.primitive.name != "dot_general":
+            return super().why_never(equation)
+        return f"a product of {_multiplications(equation)} multiplications in each step, of at most {MOST_PRODUCT} for a kernel"
 
     def rewritten(self, e, operands):
         if e.primitive.name == "dot_general":
@@ -193,6 +195,13 @@ class RowProgram(Program):
         for v in self._values():
             if not set(self.lanes(v)) <= set(self.dims):
                 raise Unsupported(f"{self.label}: arrays of shape {tuple(v.aval.shape)} do not share their lanes")
+
+
+def _multiplications(equation) -> int:
+    """Of a dot_general."""
+    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+    a, b = (v.aval.shape for v in equation.invars)
+    return math.prod(a) * math.prod(b) // max(1, math.prod(a[k] for k in (*contracted, *batch)))
 
 
 def _product(a, b, params):

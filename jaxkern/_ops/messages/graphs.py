@@ -138,7 +138,7 @@ class Call:
                 lambda y: y.astype(jnp.float32) if narrow(y) else y, jax.tree.map(jnp.asarray, f(*arguments))
             )
 
-        scalar.__name__ = getattr(f, "__name__", type(f).__name__)
+        scalar.__name__, scalar.__wrapped__ = getattr(f, "__name__", type(f).__name__), f  # for JAX's errors
         self.function, captured = functor.trace(scalar, [x.dtype for x in leaves], name=name)
         self.arrays += [jnp.asarray(x).reshape((1,) * rank) for x in captured]
         self.ends += [SHARED] * len(captured)
