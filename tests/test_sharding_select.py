@@ -13,19 +13,21 @@ from test_select import rows, same, wanted
 
 import jaxkern
 
+TYPES = ["float32", "bfloat16", "int8", "uint32", "bool"]
+
 
 @several
-@pytest.mark.parametrize("spec", [P("r"), P(("r", "c")), P(None, "c")])
+@pytest.mark.parametrize("spec, dtype", [(P("r"), "float32"), *((P(None, "c"), t) for t in TYPES)])
 @pytest.mark.parametrize("k", [5, 600])
-def test_top_k(spec, k):
-    """Rows are split without a message. Of a row that is split, each device sends its k largest elements and their columns."""
-    x, m = rows((8, 1024), "float32"), mesh()
+def test_top_k(spec, dtype, k):
+    """Rows are split without a message. Of a row that is split, each device sends its k largest elements and their columns in one."""
+    x, m = rows((8, 1024), dtype), mesh()
     (part,) = put(m, (x,), (spec,))
     compiled = jax.jit(lambda x: jaxkern.top_k(x, k)).lower(part).compile()
     same(compiled(part), wanted(x, k))
     devices = m.shape["c"]
     sent = devices * min(k, 1024 // devices) * len(x)
-    check(compiled.as_text(), {"all-gather": sent} if split_by(m, spec[1:], "c") else {})
+    check(compiled.as_text(), {"all-gather": 1} if split_by(m, spec[1:], "c") else {}, most=2 * sent)
 
 
 @several
@@ -39,7 +41,7 @@ def test_routes(capacity):
     found, exact = compiled(part), f(x)
     np.testing.assert_allclose(found[0], exact[0], rtol=1e-6)
     same(found[1:], exact[1:])
-    check(compiled.as_text(), {"all-gather": 6 * m.size})
+    check(compiled.as_text(), {"all-gather": 1}, most=6 * m.size)
 
 
 @several

@@ -211,9 +211,21 @@ def _shard(prim, over, x, **given):
     columns, k = x.shape[-1], given["k"]
     values, indices = bind(prim, x, **given | {"k": min(k, columns)})
     indices = indices + lax.axis_index(over["columns"]).astype(jnp.int32) * columns
-    gathered = lambda a: lax.all_gather(a, over["columns"], axis=a.ndim - 1, tiled=True)
-    values, at = bind(prim, gathered(values), k=k)
-    return [values, jnp.take_along_axis(gathered(indices), at, -1)]
+    values, indices = _exchanged(values, indices, over["columns"])
+    values, at = bind(prim, values, k=k)
+    return [values, jnp.take_along_axis(indices, at, -1)]
+
+
+def _exchanged(values, indices, axes):
+    """Values and int32 indices of all devices along the last dimension, in one message of integers that hold the bits of both."""
+    dtype, word = values.dtype, jnp.int64 if values.dtype.itemsize == 8 else jnp.int32
+    floats = jnp.issubdtype(dtype, jnp.floating)
+    bits = jnp.dtype(f"uint{jnp.finfo(dtype).bits}") if floats else dtype
+    own = lax.bitcast_convert_type(values, bits) if floats else values
+    message = jnp.stack([own.astype(word), indices.astype(word)])
+    values, indices = lax.all_gather(message, axes, axis=message.ndim - 1, tiled=True)
+    values = values.astype(bits)
+    return lax.bitcast_convert_type(values, dtype) if floats else values, indices.astype(jnp.int32)
 
 
 def _results(operands, params) -> list[str]:
