@@ -111,6 +111,8 @@ def test_sort(algorithm, shape, dtype, descending, wanted):
     compiled()
     with jax.enable_x64(True):
         x, made = rows(shape, dtype), sorting(algorithm, shape, dtype, descending, wanted)
+    if algorithm == "tiles":
+        x[:, shape[1] // 3 : -100] = x[0, 0]  # warps whose keys are equal
     check_limits(made, device.H200)
     carried, exact = in_order(x, descending, wanted)
     operands = [x] if carried is None else [x, carried]

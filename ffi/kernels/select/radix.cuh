@@ -50,6 +50,15 @@ template <class Bits, Order kOrder> struct SortDigit {
   __device__ __forceinline__ uint32_t Of(Bits key) const {
     return static_cast<uint32_t>((SortKey<Bits, kOrder>(key, largest) ^ flipped) >> shift) & (kSortDigits - 1);
   }
+  // Whether the keys of a warp have one digit. It may be false for floats that differ elsewhere: their digits depend on all bits.
+  // left: how many keys there are from the lane's first one on.
+  template <int kItems> __device__ __forceinline__ bool Equal(const Bits (&key)[kItems], int left) const {
+    Bits differ = key[0] ^ __shfl_sync(~0u, key[0], 0);
+#pragma unroll
+    for (int i = 1; i < kItems; ++i) differ |= key[i] ^ key[0];
+    if constexpr (kOrder == Order::kSigned || kOrder == Order::kUnsigned) differ = differ >> shift & (kSortDigits - 1);
+    return !__any_sync(~0u, differ != 0 || (kItems - 1) * kWarp >= left);
+  }
 };
 
 // Shared memory of a tile.
@@ -93,11 +102,11 @@ struct SortSums {
 };
 
 // Ranks the keys of a tile by their digits: place[i] is where the thread's item i belongs in the tile. Item i of lane l is number
-// 32 * i + l of the warp's part. total: the keys of the row with one of the thread's two digits. publish: called with the counts
+// 32 * i + l of the warp's part. equal: whether the warp's items have one digit, false if that is not known. total: the keys of the row with one of the thread's two digits. publish: called with the counts
 // of the two digits in the tile as soon as they are known. The first kSortOwners threads have digits. All threads call it,
 // behind a barrier if s was in use; afterwards s.keys may be written.
 template <int kItems, class Shared, class Publish, class Digit>
-__device__ __forceinline__ SortSums RankTile(Shared& s, uint32_t total, Publish publish, Digit digit,
+__device__ __forceinline__ SortSums RankTile(Shared& s, bool equal, uint32_t total, Publish publish, Digit digit,
                                              SortPlaces<kItems>& place) {
   constexpr int kWarps = Shared::kWarps;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -107,22 +116,28 @@ __device__ __forceinline__ SortSums RankTile(Shared& s, uint32_t total, Publish 
   reinterpret_cast<uint4*>(s.ranks[warp])[lane] = {0, 0, 0, 0};
   __syncwarp();
   const uint32_t below = (1u << lane) - 1, above = ~below << 1;
+  if (equal) {  // lanes that share a word wait for each other
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const uint32_t own = digit(i);
-    uint32_t* const peers_of = &s.peers[warp][own];
-    uint16_t* const rank_of = &s.rank[warp][own];
-    atomicOr(peers_of, 1u << lane);
-    __syncwarp();
-    const uint32_t peers = *peers_of;
-    const uint32_t rank = *rank_of + __popc(peers & below);
-    place.Set(i, rank);
-    __syncwarp();
-    if ((peers & above) == 0) {
-      *rank_of = rank + 1;
-      *peers_of = 0;
+    for (int i = 0; i < kItems; ++i) place.Set(i, i * kWarp + lane);
+    if (lane == 0) s.rank[warp][digit(0)] = kItems * kWarp;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const uint32_t own = digit(i);
+      uint32_t* const peers_of = &s.peers[warp][own];
+      uint16_t* const rank_of = &s.rank[warp][own];
+      atomicOr(peers_of, 1u << lane);
+      __syncwarp();
+      const uint32_t peers = *peers_of;
+      const uint32_t rank = *rank_of + __popc(peers & below);
+      place.Set(i, rank);
+      __syncwarp();
+      if ((peers & above) == 0) {
+        *rank_of = rank + 1;
+        *peers_of = 0;
+      }
+      __syncwarp();
     }
-    __syncwarp();
   }
   __syncthreads();
   // From ranks within the warp to places in the tile.
@@ -180,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, kColumns&& kThreads == 256 && kItems
   for (digits.shift = 0; digits.shift < 8 * sizeof(Bits); digits.shift += 8) {
     // Places beyond the row have the last digit in each pass, and so stay where they are.
     const auto digit = [&](int i) { return first + i * kWarp < a.width ? digits.Of(key[i]) : kSortDigits - 1; };
-    RankTile(s, 0, [](uint2) {}, digit, place);
+    RankTile(s, false, 0, [](uint2) {}, digit, place);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) s.keys[place[i]] = key[i];
     place.Forget();
@@ -311,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, (kItems <= 8 && sizeof(Bits) <= 4 ? 
   const SortBefore before = {a.published + static_cast<int64_t>(taken) * kSortOwners + owner, tile};
   // Places beyond the row, in the last tile, come behind all keys.
   const SortSums sums = RankTile(
-      s, total.x + total.y, [&](uint2 own) { before.Publish(own); },
+      s, digits.Equal(key, left), total.x + total.y, [&](uint2 own) { before.Publish(own); },
       [&](int i) { return i * kWarp < left ? digits.Of(key[i]) : kSortDigits - 1; }, place);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) s.keys[place[i]] = key[i];

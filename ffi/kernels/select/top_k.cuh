@@ -6,9 +6,9 @@
 //     TopKWarp        one warp per row that fits in its registers: elements reach a bound among the largest of its lanes
 //
 // `Read` is what is selected: Same, or the results of a function of the elements (top_k_function.cuh). If a row has several parts,
-// each block writes the k largest of its part as candidates (order.h), and TopKJoin selects among them: first come the largest of
-// all parts, then the second ones, so that it can stop where all that follow are too small. Memory traffic: x is read once; values
-// and indices are written once.
+// each block writes the largest of its part as candidates (order.h), and TopKJoin selects among them: first come the largest of
+// all parts, then the second ones, so that it can stop where all that follow are too small. If there are fewer than k of each part, and all
+// of some part are chosen, the part is read again. Memory traffic: x is read once; values and indices are written once.
 #pragma once
 
 #include "common/pack.cuh"
@@ -30,6 +30,8 @@ struct TopKArgs {
   void* values;          // [rows, k]
   uint32_t* indices;     // [rows, k]
   uint64_t* candidates;  // [rows, k, parts]: written in place of values and indices unless it is null
+  const void* elements;  // [rows, columns], of TopKJoin, whose x are candidates [rows, of_part, parts]
+  uint32_t columns, of_part;
   uint32_t rows, width, k;
   uint32_t parts, part;  // a row has so many parts of `part` elements; the last one may be shorter
   uint32_t sorted;       // the power of two from k on
@@ -154,19 +156,64 @@ __device__ __forceinline__ uint64_t Keep(TopKShared& s, uint32_t k) {
   return bound;
 }
 
-// The first `size` elements of s.held in descending order; size is a power of two. Barriers are before it, and after it.
+// The first `size` elements of s.held in descending order, by a bitonic network of size / 8 threads that hold 8 elements each; size is a
+// power of two from 256 on. Barriers are before it, and after it.
 __device__ __forceinline__ void SortDescending(TopKShared& s, uint32_t size) {
-  for (uint32_t run = 2; run <= size; run *= 2) {
+  constexpr uint32_t kOwn = 8;
+  const uint32_t t = threadIdx.x, threads = size / kOwn, first = t * kOwn;
+  const bool active = t < threads;  // for whole warps
+  uint64_t own[kOwn];               // elements [first, first + 8), whose order at the start is of no importance
+#pragma unroll
+  for (uint32_t i = 0; i < kOwn; ++i) own[i] = active ? s.held[i * threads + t] : 0;
+  auto exchange = [&](uint32_t i, uint32_t j, bool descending) {
+    const uint64_t a = own[i], b = own[j];
+    const bool swaps = (a < b) == descending;
+    own[i] = swaps ? b : a, own[j] = swaps ? a : b;
+  };
+#pragma unroll
+  for (uint32_t run = 2; run < kOwn; run *= 2) {
+#pragma unroll
     for (uint32_t apart = run / 2; apart; apart /= 2) {
-      for (uint32_t i = threadIdx.x; i < size / 2; i += kTopKThreads) {
-        const uint32_t low = (i & ~(apart - 1)) * 2 | (i & (apart - 1));
-        const uint64_t a = s.held[low], b = s.held[low + apart];
-        if ((a < b) == ((low & run) == 0)) s.held[low] = b, s.held[low + apart] = a;
+#pragma unroll
+      for (uint32_t i = 0; i < kOwn; ++i) {
+        if (!(i & apart)) exchange(i, i | apart, !(i & run));
       }
-      // Up to 32 apart, the elements of a warp are its own.
-      if (apart > 32 || (apart == 1 && run > 32)) __syncthreads();
-      else __syncwarp();
     }
+  }
+#pragma unroll 1
+  for (uint32_t run = kOwn; run <= size; run *= 2) {
+    const bool descending = !(first & run);
+#pragma unroll 1
+    for (uint32_t apart = run / 2; apart >= kOwn; apart /= 2) {
+      const bool larger = !(first & apart) == descending, shared = apart >= 32 * kOwn;
+      if (shared) {
+        __syncthreads();
+#pragma unroll
+        for (uint32_t i = 0; i < kOwn; ++i) {
+          if (active) s.held[i * threads + t] = own[i];
+        }
+        __syncthreads();
+      }
+      if (!active) continue;
+#pragma unroll
+      for (uint32_t i = 0; i < kOwn; ++i) {
+        const uint64_t other =
+            shared ? s.held[i * threads + (t ^ apart / kOwn)] : __shfl_xor_sync(~0u, own[i], apart / kOwn);
+        if ((own[i] < other) == larger) own[i] = other;
+      }
+    }
+#pragma unroll
+    for (uint32_t apart = kOwn / 2; apart; apart /= 2) {
+#pragma unroll
+      for (uint32_t i = 0; i < kOwn; ++i) {
+        if (!(i & apart)) exchange(i, i | apart, descending);
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (uint32_t i = 0; i < kOwn; ++i) {
+    if (active) s.held[first + i] = own[i];
   }
 }
 
@@ -352,14 +399,21 @@ template <class Read, Order kOrder, int kVector, int kPacks> __global__ void __l
 }
 
 // The same for the candidates of at most kTopKThreads * kVector * kPacks parts.
-template <class Bits, Order kOrder, int kVector, int kPacks> __global__ void __launch_bounds__(kTopKThreads, 4)
+template <class Bits, Order kOrder, int kVector, int kPacks> __global__ void __launch_bounds__(kTopKThreads, 2)
     TopKJoin(const __grid_constant__ TopKArgs a) {
-  constexpr uint32_t kStep = kTopKThreads * kVector;
+  constexpr uint32_t kStep = kTopKThreads * kVector, kOwn = 8;
   __shared__ TopKShared s;
   const uint32_t row = blockIdx.x;
   const uint64_t* x = static_cast<const uint64_t*>(a.x) + static_cast<int64_t>(row) * a.width;
   if (threadIdx.x == 0) s.count = 0;
   uint64_t bound = 0;
+  auto append = [&](uint32_t wanted, auto of) {
+    while (true) {
+      wanted = Append(s, wanted, bound, of);
+      if (!__syncthreads_or(wanted != 0)) break;
+      bound = Keep(s, a.k);
+    }
+  };
   for (uint32_t tile = 0; tile < a.width; tile += kStep * kPacks) {
     const uint32_t first = tile + threadIdx.x * kVector;
     uint64_t own[kVector * kPacks];
@@ -384,10 +438,38 @@ template <class Bits, Order kOrder, int kVector, int kPacks> __global__ void __l
     for (int i = 0; i < kVector * kPacks; ++i) wanted |= static_cast<uint32_t>(own[i] > bound) << i;
     // A tile has a candidate of every part, and what follows in the part is smaller.
     if (!__syncthreads_or(wanted != 0)) break;
-    while (true) {
-      wanted = Append(s, wanted, bound, [&](uint32_t i) { return Picked(own, i); });
-      if (!__syncthreads_or(wanted != 0)) break;
-      bound = Keep(s, a.k);
+    append(wanted, [&](uint32_t i) { return Picked(own, i); });
+  }
+  if (a.of_part < a.k) {
+    if (s.count >= a.k) bound = Keep(s, a.k);
+    const Bits* elements = static_cast<const Bits*>(a.elements) + static_cast<int64_t>(row) * a.columns;
+    const uint64_t* lasts = x + static_cast<int64_t>(a.of_part - 1) * a.parts;  // 0 where a part has fewer elements
+    for (uint32_t part = 0; part < a.parts; part += kTopKThreads) {
+      const uint64_t own_last = part + threadIdx.x < a.parts ? lasts[part + threadIdx.x] : 0;
+      const uint32_t chosen = __ballot_sync(~0u, own_last != 0 && own_last >= bound);
+      if (threadIdx.x % 32 == 0) s.warp_sums[threadIdx.x / 32] = chosen;
+      __syncthreads();
+      uint32_t words[kTopKThreads / 32];
+#pragma unroll
+      for (uint32_t w = 0; w < kTopKThreads / 32; ++w) words[w] = s.warp_sums[w];
+      __syncthreads();
+#pragma unroll 1
+      for (uint32_t i = 0; i < kTopKThreads; ++i) {
+        if (!(Picked(words, i / 32) >> i % 32 & 1)) continue;
+        const uint64_t last = lasts[part + i];
+        const uint32_t begin = (part + i) * a.part, end = min(begin + a.part, a.columns);
+        for (uint32_t first = begin; first < end; first += kTopKThreads * kOwn) {
+          uint64_t own[kOwn];
+          uint32_t wanted = 0;
+#pragma unroll
+          for (uint32_t n = 0; n < kOwn; ++n) {
+            const uint32_t column = first + n * kTopKThreads + threadIdx.x;
+            own[n] = column < end ? Candidate(ToKey<Bits, kOrder>(elements[column]), column) : 0;
+            wanted |= static_cast<uint32_t>(own[n] > bound && own[n] < last) << n;
+          }
+          append(wanted, [&](uint32_t n) { return Picked(own, n); });
+        }
+      }
     }
   }
   Finish<Bits, kOrder>(s, a, row, 0);

@@ -100,7 +100,26 @@ def _reader(x, selected, function) -> tuple[str, str, str]:
 
 def _parts(p: Problem, device) -> int:
     """How many blocks share a row so that all multiprocessors read, and parts are long."""
-    return min(device.sm_count * RESIDENT // p.rows, p.columns // max(tuning.PART, tuning.PART_OF_K * p.k), MOST_PARTS)
+    least = tuning.PART if _joins_few(p) else max(tuning.PART, tuning.PART_OF_K * p.k)
+    return min(device.sm_count * RESIDENT // p.rows, p.columns // least, MOST_PARTS)
+
+
+def _joins_few(p: Problem) -> bool:
+    """Whether parts give fewer than k candidates. A function is evaluated once, so its parts are not read again."""
+    return p.k >= tuning.FEW_OF_PART and not p.applied
+
+
+def _of_part(p: Problem, parts: int) -> int:
+    """Candidates of a part: k, or so many that if the largest are anywhere, it is unlikely that all of a part are among them."""
+    if not _joins_few(p):
+        return p.k
+    mean = p.k / parts
+    return min(p.k, math.ceil(mean + 6 * math.sqrt(mean) + 8))
+
+
+def _power(k: int) -> int:
+    """The power of two from k on."""
+    return 1 << (k - 1).bit_length()
 
 
 def _loads(vectors: bool, size: int, columns: int) -> tuple[int, int]:
@@ -136,25 +155,23 @@ def plan(device, operands, results, *, k, function=None) -> launch.Plan | None:
         return launch.Plan(algorithm, (step,))
     header, read_as, source = _reader(x, selected, function)
     outputs = {"values": launch.result(0), "indices": launch.result(1), "candidates": launch.null}
-    whole = {"rows": p.rows, "width": columns, "k": k, "parts": 1, "part": columns, "sorted": 1 << (k - 1).bit_length()}
+    whole = {"rows": p.rows, "width": columns, "parts": 1, "part": columns}
+    whole |= {"elements": launch.operand(0), "columns": columns, "of_part": k}
 
     def warps(vectors):
         vector, packs = loads_of_warp(vectors, x.dtype.itemsize, columns)
-        args = [TOP_K(x=launch.operand(0), **outputs, **whole, tile_bits=0)]
+        args = [TOP_K(x=launch.operand(0), **outputs, **whole, k=k, sorted=0, tile_bits=0)]
         return launch.Launch(
             header, f"TopKWarp<{read_as}, {vector}, {packs}>", args, ceil_div(p.rows, ROWS), THREADS, source=source
         )
 
-    def blocks(vectors, joins=False, size=x.dtype.itemsize, width=columns, **given):
-        vector, packs = _loads(vectors, size, width)
-        read = {"x": launch.scratch() if joins else launch.operand(0), "width": width, "part": width}
-        args = outputs | whole | read | given
-        tiles = ceil_div(args["part"], THREADS * vector * packs)
-        args = TOP_K(**args, tile_bits=(tiles - 1).bit_length())
-        blocks, of_block = p.rows * given.get("parts", 1), f"{vector}, {packs}>"
-        if joins:
-            return launch.Launch(HEADER, f"TopKJoin<{element(selected)}, {of_block}", [args], blocks, THREADS)
-        return launch.Launch(header, f"TopKBlock<{read_as}, {of_block}", [args], blocks, THREADS, source=source)
+    def blocks(vectors, k=k, **given):
+        vector, packs = _loads(vectors, x.dtype.itemsize, columns)
+        args = outputs | whole | given
+        tiles, blocks = ceil_div(args["part"], THREADS * vector * packs), p.rows * args["parts"]
+        args = TOP_K(**args, x=launch.operand(0), k=k, sorted=_power(k), tile_bits=(tiles - 1).bit_length())
+        name = f"TopKBlock<{read_as}, {vector}, {packs}>"
+        return launch.Launch(header, name, [args], blocks, THREADS, source=source)
 
     if algorithm == "warp":
         return launch.Plan(algorithm, (warps(True),), unaligned=(warps(False),))
@@ -163,9 +180,13 @@ def plan(device, operands, results, *, k, function=None) -> launch.Plan | None:
     # Parts are whole vectors, and none is empty.
     part = ceil_div(ceil_div(columns, max(2, _parts(p, device))), 16) * 16
     parts = ceil_div(columns, part)
-    join = blocks(True, True, 8, parts * k)
-    split = lambda vectors: blocks(vectors, parts=parts, part=part, candidates=launch.scratch())
-    return launch.planned(algorithm, (split(True), join), 8 * p.rows * parts * k, (split(False), join))
+    of_part = _of_part(p, parts)
+    split = lambda vectors: blocks(vectors, k=of_part, parts=parts, part=part, candidates=launch.scratch())
+    vector, packs = _loads(True, 8, parts * of_part)
+    read = {"x": launch.scratch(), "width": parts * of_part, "parts": parts, "part": part, "of_part": of_part}
+    args = TOP_K(**(outputs | whole | read), k=k, sorted=_power(k), tile_bits=0)
+    join = launch.Launch(HEADER, f"TopKJoin<{element(selected)}, {vector}, {packs}>", [args], p.rows, THREADS)
+    return launch.planned(algorithm, (split(True), join), 8 * p.rows * parts * of_part, (split(False), join))
 
 
 # ---- the primitive

@@ -15,6 +15,8 @@ SORTED_OF_K = {4: ((1024, 8), (4096, 6), (8192, 4)), 2: ((1024, 1024), (8192, 32
 # A part has at least so many elements, or so many times k, so that reading it takes longer than selecting [50 of 64x128256, bfloat16: 25, with
 # 4096 25, with 16384 27; 10 of 2^20: 11, 9, 13; 50 of 8x128256: 16, 17, 19; 1024 of 16x262144: 87, with 8 times k 91, with 32 90].
 PART, PART_OF_K = 8192, 16
+# From so many elements on, a part gives fewer candidates than k. Not measured.
+FEW_OF_PART = 384
 # The counts of a selection by rank take at most this share of the memory of the rows.
 RANKS_SHARE = 4
 
