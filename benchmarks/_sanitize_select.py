@@ -63,6 +63,9 @@ def sanitize_select(dtypes: list[str], quick: bool) -> tuple[int, list[str]]:
                     of = f"{algorithm} {dtype} {r}x{columns}"
                     compare(f"argsort {of}", f(jaxkern.argsort), f(jnp.argsort), rows(r, columns))
                     compare(f"sort {of}", f(jaxkern.sort), f(jnp.sort), rows(r, columns))
+                    few = rows(r, columns)
+                    few[:, columns // 50 : -columns // 50] = 7
+                    compare(f"sort of few {of}", f(jaxkern.sort), f(jnp.sort), few)
                     pairs = lambda x: jaxkern.sort_pairs(x, x[::-1])[1]
                     gathered = lambda x: jnp.take_along_axis(x[::-1], jnp.argsort(x), -1)
                     compare(f"sort_pairs {of}", pairs, gathered, rows(r, columns).astype(jnp.dtype(dtype)))

@@ -52,7 +52,8 @@ def top_k(x: ArrayLike, k: int, axis: int = -1, *, function: Callable[[jax.Array
     Derivatives: forward and reverse mode, of any order, by `x`. Tangents are gathered at the indices.
 
     Cost: for n elements of e bytes in r rows, n e bytes are read once and r k (e + 4) are written. If there are
-    few long rows, each part of a row first writes k candidates of 8 bytes. More than 2048 elements cost a sort of the row.
+    few long rows, each part of a row first writes up to k candidates of 8 bytes. From 40 elements on a part may have more of the
+    largest elements than it wrote, as in a row that ascends; it is read again. More than 2048 elements cost a sort of the row.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> values, indices = jaxkern.top_k(jnp.array([3.0, 1.0, 4.0, 1.0, 5.0]), 2)

@@ -70,7 +70,7 @@ KERNELS = [
     ("block", (2, 9000), "float16 negated", 300, False),
     ("block", (2, 9000), "uint32 negated", 5, False),
     ("warp", (5, 100), "int16 negated", 3, False),
-    ("split", (1, 330000), "float32", 130, False),  # more candidates than a block holds
+    ("split", (1, 330000), "float32 negated", 130, False),  # more candidates than a block holds
     ("split", (1, 50001), "int16", 7, True),
     ("split", (2, 60000), "float32", 1500, False),
     ("split", (2, 40000), "int32", 2048, False),  # of ascending rows, all of the last part

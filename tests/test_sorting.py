@@ -1,5 +1,6 @@
 """sort, argsort, sort_pairs, searchsorted, bincount and histogram: numbers, kernels, bad input."""
 
+import dataclasses
 import functools
 
 import emulated
@@ -66,6 +67,7 @@ SORTS = [
     ("block", (2, 1000), "float32", True, ("values", "indices", "carried float64")),
     ("tiles", (2, 5000), "float16", False, ("values", "carried float32")),
 ]
+FEW = [((3, 20000), "float32", False), ((3, 17001), "bfloat16", True)]  # dtype, descending
 SEARCHES = [("int32", 1), ("uint32", 4096), ("float32", 100003), ("float64", 40001)]
 COUNTS = [
     ("shared", "int32", 70001, 300),
@@ -102,7 +104,8 @@ def counting(algorithm, dtype, elements, bins):
 def compiled():
     """Compiles the kernels of all these cases at once."""
     searches = [searching(*case, 1, right) for case in SEARCHES for right in (False, True)]
-    emulated.prepare(*(sorting(*case) for case in SORTS), *searches, *(counting(*case) for case in COUNTS))
+    few = (sorting("tiles", *case, ("values",)) for case in FEW)
+    emulated.prepare(*(sorting(*case) for case in SORTS), *few, *searches, *(counting(*case) for case in COUNTS))
 
 
 @compiler
@@ -117,6 +120,23 @@ def test_sort(algorithm, shape, dtype, descending, wanted):
     carried, exact = in_order(x, descending, wanted)
     operands = [x] if carried is None else [x, carried]
     same(emulated.run(made, operands, [(shape, a.dtype) for a in exact]), exact)
+
+
+@compiler
+@pytest.mark.parametrize("shape, dtype, descending", FEW)
+def test_sort_of_few(shape, dtype, descending):
+    """The first row is sorted at once. In the second one too many elements differ, and the third one has 0 and -0."""
+    compiled()
+    x, made = rows(shape, dtype), sorting("tiles", shape, dtype, descending, ("values",))
+    x[0, 700:-600], x[1, 2500:-2500], x[2] = -np.inf, -np.inf, 0
+    x[2, 4000], x[2, 9] = -0.0, 1
+    check_limits(made, device.H200)
+    _, exact = in_order(x, descending, ("values",))
+    same(emulated.run(made, [x], [(shape, x.dtype)]), exact)
+    at_once = dataclasses.replace(made, launches=made.launches[:2])
+    (found,) = emulated.run(at_once, [x], [(shape, x.dtype)])
+    same([found[0]], [exact[0][0]])
+    assert not (found[1:] == exact[0][1:]).all(1).any()
 
 
 @compiler

@@ -15,6 +15,7 @@ from jaxkern._core import compat, registry
 OPERATIONS = ("softmax", "log_softmax")
 REDUCTIONS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
 INDEXED = ("index_add", "index_select", "segment_sum", "segment_max")
+SELECTIONS = ("top_k", "sort")
 # (shape, axis, shape of the mask): rows of whole vectors, odd rows under a broadcast mask, an axis in the middle.
 PROBLEMS = (((64, 1024), -1, None), ((4, 16, 1003), -1, (4, 1, 1003)), ((8, 200, 12), 1, None))
 
@@ -260,6 +261,23 @@ def check_quantize(dtype) -> tuple[float]:
     return (worst,)
 
 
+def check_selection(name, dtype) -> float:
+    """0 if elements and indices are NumPy's, of rows with equal elements; otherwise infinite."""
+    rng = np.random.default_rng(0)
+    for shape in ((64, 100), (16, 3000), (2, 50000)):
+        x = jnp.asarray(np.round(rng.normal(0, 3, shape), 2) + 0.0, dtype)
+        wanted = np.argsort(-np.asarray(x, np.float64), axis=-1, kind="stable")
+        if name == "top_k":
+            values, indices = jaxkern.top_k(x, 20)
+            wanted = wanted[:, :20]
+        else:
+            values, indices = jaxkern.sort(x, descending=True), jaxkern.argsort(x, descending=True)
+        exact = np.take_along_axis(np.asarray(x), wanted, -1)
+        if not (np.array_equal(indices, wanted) and np.array_equal(values, exact)):
+            return np.inf
+    return 0.0
+
+
 class Progress:
     """A bar on standard error, if that is a terminal."""
 
@@ -304,6 +322,7 @@ def show_checks() -> bool:
     }
     checks |= {operation: functools.partial(check_indexed, operation) for operation in INDEXED}
     checks |= {operation: functools.partial(check_reduction, operation) for operation in REDUCTIONS}
+    checks |= {operation: functools.partial(check_selection, operation) for operation in SELECTIONS}
     progress = Progress(len(checks) * len(tolerance))
 
     def errors_of(job):

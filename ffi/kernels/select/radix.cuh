@@ -6,7 +6,8 @@
 //                     each digit side by side, behind the keys of preceding tiles. It publishes its own counts of digits,
 //                     and adds up what preceding tiles have published
 //
-// Blocks take tiles in the order in which they start, so that a tile waits only for tiles whose blocks are running.
+// Blocks take tiles in the order in which they start, so that a tile waits only for tiles whose blocks are running. Rows that few.cuh has
+// sorted are left out.
 //
 // Keys are moved as they are, and each pass computes the digit of the number that stands for a key in the order of a sort
 // (order.h). So -0 equals 0 and keeps its sign, and NaN keeps its bits. Columns follow their keys if they are wanted, or 4 bytes of
@@ -33,6 +34,7 @@ struct SortArgs {
   uint32_t* totals;            // [rows, passes, 256], 0 before SortCount; moved to the digit of this pass
   uint64_t* published;         // [rows, tiles, 128], 0 before the pass
   uint32_t* taken;             // how many tiles have been taken, 0 before the pass
+  uint32_t* done;              // [rows]: not 0 for rows that few.cuh has sorted; or null
   uint64_t largest;            // of SortKey
   uint64_t flipped;            // all bits set to sort in descending order, otherwise 0
   uint32_t width, tiles;       // tiles of a row
@@ -230,6 +232,7 @@ template <class Bits, Order kOrder, int kThreads, int kItems> __global__ void __
     SortCount(const __grid_constant__ SortArgs a) {
   __shared__ uint32_t count[sizeof(Bits)][kSortDigits];
   const uint32_t row = blockIdx.x / a.parts, part = blockIdx.x - row * a.parts;
+  if (a.done && a.done[row]) return;
   const Bits* const keys = static_cast<const Bits*>(a.keys_in) + static_cast<int64_t>(row) * a.width;
   for (int i = threadIdx.x; i < a.passes * kSortDigits; i += kThreads) count[i / kSortDigits][i % kSortDigits] = 0;
   __syncthreads();
@@ -307,8 +310,12 @@ __global__ void __launch_bounds__(kThreads, (kItems <= 8 && sizeof(Bits) <= 4 ? 
     SortScatter(const __grid_constant__ SortArgs a) {
   static_assert(kThreads >= kSortOwners && kThreads * kItems < 1 << 16);
   __shared__ SortShared<Bits, kThreads, kItems> s;
-  if (threadIdx.x == 0) s.taken = atomicAdd(a.taken, 1u);
+  if (threadIdx.x == 0) {
+    const uint32_t taken = atomicAdd(a.taken, 1u);
+    s.taken = a.done && a.done[taken / a.tiles] ? ~0u : taken;
+  }
   __syncthreads();
+  if (s.taken == ~0u) return;
   const uint32_t taken = s.taken, row = taken / a.tiles, tile = taken - row * a.tiles;
   const uint32_t first = FirstOfLane<kThreads, kItems>(tile);
   const int64_t begin = static_cast<int64_t>(row) * a.width;

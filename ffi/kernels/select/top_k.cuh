@@ -7,10 +7,11 @@
 //
 // `Read` is what is selected: Same, or the results of a function of the elements (top_k_function.cuh). If a row has several parts,
 // each block writes the largest of its part as candidates (order.h), and TopKJoin selects among them: first come the largest of
-// all parts, then the second ones, so that it can stop where all that follow are too small. If there are fewer than k of each part, and all
-// of some part are chosen, the part is read again. Memory traffic: x is read once; values and indices are written once.
+// all parts, then the second ones, so that it can stop where all that follow are too small. If a part gives fewer than k candidates, and all of
+// them are chosen, the part is read again. Memory traffic: x is read once; values and indices are written once.
 #pragma once
 
+#include "bitonic.cuh"
 #include "common/pack.cuh"
 #include "order.h"
 
@@ -156,67 +157,6 @@ __device__ __forceinline__ uint64_t Keep(TopKShared& s, uint32_t k) {
   return bound;
 }
 
-// The first `size` elements of s.held in descending order, by a bitonic network of size / 8 threads that hold 8 elements each; size is a
-// power of two from 256 on. Barriers are before it, and after it.
-__device__ __forceinline__ void SortDescending(TopKShared& s, uint32_t size) {
-  constexpr uint32_t kOwn = 8;
-  const uint32_t t = threadIdx.x, threads = size / kOwn, first = t * kOwn;
-  const bool active = t < threads;  // for whole warps
-  uint64_t own[kOwn];               // elements [first, first + 8), whose order at the start is of no importance
-#pragma unroll
-  for (uint32_t i = 0; i < kOwn; ++i) own[i] = active ? s.held[i * threads + t] : 0;
-  auto exchange = [&](uint32_t i, uint32_t j, bool descending) {
-    const uint64_t a = own[i], b = own[j];
-    const bool swaps = (a < b) == descending;
-    own[i] = swaps ? b : a, own[j] = swaps ? a : b;
-  };
-#pragma unroll
-  for (uint32_t run = 2; run < kOwn; run *= 2) {
-#pragma unroll
-    for (uint32_t apart = run / 2; apart; apart /= 2) {
-#pragma unroll
-      for (uint32_t i = 0; i < kOwn; ++i) {
-        if (!(i & apart)) exchange(i, i | apart, !(i & run));
-      }
-    }
-  }
-#pragma unroll 1
-  for (uint32_t run = kOwn; run <= size; run *= 2) {
-    const bool descending = !(first & run);
-#pragma unroll 1
-    for (uint32_t apart = run / 2; apart >= kOwn; apart /= 2) {
-      const bool larger = !(first & apart) == descending, shared = apart >= 32 * kOwn;
-      if (shared) {
-        __syncthreads();
-#pragma unroll
-        for (uint32_t i = 0; i < kOwn; ++i) {
-          if (active) s.held[i * threads + t] = own[i];
-        }
-        __syncthreads();
-      }
-      if (!active) continue;
-#pragma unroll
-      for (uint32_t i = 0; i < kOwn; ++i) {
-        const uint64_t other =
-            shared ? s.held[i * threads + (t ^ apart / kOwn)] : __shfl_xor_sync(~0u, own[i], apart / kOwn);
-        if ((own[i] < other) == larger) own[i] = other;
-      }
-    }
-#pragma unroll
-    for (uint32_t apart = kOwn / 2; apart; apart /= 2) {
-#pragma unroll
-      for (uint32_t i = 0; i < kOwn; ++i) {
-        if (!(i & apart)) exchange(i, i | apart, descending);
-      }
-    }
-  }
-  __syncthreads();
-#pragma unroll
-  for (uint32_t i = 0; i < kOwn; ++i) {
-    if (active) s.held[first + i] = own[i];
-  }
-}
-
 template <class Bits, Order kOrder>
 __device__ __forceinline__ void StoreChosen(const TopKArgs& a, int64_t at, uint64_t candidate) {
   static_cast<Bits*>(a.values)[at] = FromKey<Bits, kOrder>(KeyOf(candidate));
@@ -326,6 +266,19 @@ __device__ __forceinline__ uint64_t FirstBound(TopKShared& s, uint32_t largest, 
   return static_cast<uint64_t>(bound) << 32;  // no candidate equals it
 }
 
+// The largest of the threads' candidates; all threads call it.
+__device__ __forceinline__ uint64_t LargestOfBlock(TopKShared& s, uint64_t own) {
+  const uint32_t high = __reduce_max_sync(~0u, KeyOf(own));
+  const uint32_t low = __reduce_max_sync(~0u, KeyOf(own) == high ? static_cast<uint32_t>(own) : 0);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) s.different[threadIdx.x / 32] = static_cast<uint64_t>(high) << 32 | low;
+  __syncthreads();
+  uint64_t largest = 0;
+#pragma unroll
+  for (uint32_t w = 0; w < kTopKThreads / 32; ++w) largest = max(largest, s.different[w]);
+  return largest;
+}
+
 // Writes the k largest of s.held in descending order.
 template <class Bits, Order kOrder>
 __device__ __forceinline__ void Finish(TopKShared& s, const TopKArgs& a, uint32_t row, uint32_t part) {
@@ -352,7 +305,7 @@ __device__ __forceinline__ void Finish(TopKShared& s, const TopKArgs& a, uint32_
   }
   for (uint32_t i = count + t; i < a.sorted; i += kTopKThreads) s.held[i] = 0;
   __syncthreads();
-  SortDescending(s, a.sorted);
+  SortDescending(s.held, a.sorted);
   __syncthreads();
   for (uint32_t i = t; i < a.k; i += kTopKThreads) store(i, s.held[i]);
 }
@@ -444,20 +397,15 @@ template <class Bits, Order kOrder, int kVector, int kPacks> __global__ void __l
     if (s.count >= a.k) bound = Keep(s, a.k);
     const Bits* elements = static_cast<const Bits*>(a.elements) + static_cast<int64_t>(row) * a.columns;
     const uint64_t* lasts = x + static_cast<int64_t>(a.of_part - 1) * a.parts;  // 0 where a part has fewer elements
-    for (uint32_t part = 0; part < a.parts; part += kTopKThreads) {
-      const uint64_t own_last = part + threadIdx.x < a.parts ? lasts[part + threadIdx.x] : 0;
-      const uint32_t chosen = __ballot_sync(~0u, own_last != 0 && own_last >= bound);
-      if (threadIdx.x % 32 == 0) s.warp_sums[threadIdx.x / 32] = chosen;
-      __syncthreads();
-      uint32_t words[kTopKThreads / 32];
-#pragma unroll
-      for (uint32_t w = 0; w < kTopKThreads / 32; ++w) words[w] = s.warp_sums[w];
-      __syncthreads();
-#pragma unroll 1
-      for (uint32_t i = 0; i < kTopKThreads; ++i) {
-        if (!(Picked(words, i / 32) >> i % 32 & 1)) continue;
-        const uint64_t last = lasts[part + i];
-        const uint32_t begin = (part + i) * a.part, end = min(begin + a.part, a.columns);
+    for (uint32_t parts = 0; parts < a.parts; parts += kTopKThreads) {
+      uint64_t own_last = parts + threadIdx.x < a.parts ? lasts[parts + threadIdx.x] : 0;
+      while (true) {
+        // First the part that gave the greatest candidates: its elements may leave none of the other parts.
+        const uint64_t last = LargestOfBlock(s, own_last);
+        if (last == 0 || last < bound) break;
+        if (own_last == last) s.digit = parts + threadIdx.x, own_last = 0;
+        __syncthreads();
+        const uint32_t begin = s.digit * a.part, end = min(begin + a.part, a.columns);
         for (uint32_t first = begin; first < end; first += kTopKThreads * kOwn) {
           uint64_t own[kOwn];
           uint32_t wanted = 0;
@@ -469,6 +417,9 @@ template <class Bits, Order kOrder, int kVector, int kPacks> __global__ void __l
           }
           append(wanted, [&](uint32_t n) { return Picked(own, n); });
         }
+        const bool more = s.count > a.k;
+        __syncthreads();  // before the next part is appended
+        if (more) bound = Keep(s, a.k);
       }
     }
   }

@@ -24,13 +24,14 @@ from jaxkern._ops.indexing.sort import Scratch
 from jaxkern._ops.select import elements, tuning
 from jaxkern._ops.select.elements import element, gathered, largest, taken_along
 
-NETWORK, RADIX = "select/sort_rows.cuh", "select/radix.cuh"
-ARGS, RADIX_ARGS = Params(NETWORK, "SortRowsArgs"), Params(RADIX, "SortArgs")
+NETWORK, RADIX, FEW = "select/sort_rows.cuh", "select/radix.cuh", "select/few.cuh"
+ARGS, RADIX_ARGS, FEW_ARGS = Params(NETWORK, "SortRowsArgs"), Params(RADIX, "SortArgs"), Params(FEW, "FewArgs")
 ALGORITHMS = ("network", "block", "tiles")
 DTYPES = (*elements.DTYPES, "float64", "int64", "uint64")
 CARRIED = (*DTYPES, "complex64")  # of 1, 2, 4 or 8 bytes
 WIDTH, WIDTH_8, THREADS, OWN = 4096, 2048, 256, 8  # of the network; for keys of 8 bytes
 DIGITS = 256
+FEW_THREADS = 1024
 
 
 class Problem(typing.NamedTuple):
@@ -133,7 +134,7 @@ def whole_rows(algorithm: str, p: Problem, to: Results, descending: bool, read_a
         keys_in=launch.operand(0),
         keys_out=to.values,
         **_followers(to),
-        **dict.fromkeys(("totals", "published", "taken"), launch.null),
+        **dict.fromkeys(("totals", "published", "taken", "done"), launch.null),
         **dict(tiles=1, parts=1, shift=0, passes=dtype.itemsize, **order),
     )
     columns = to.indices != launch.null or to.carried != launch.null
@@ -162,8 +163,23 @@ def _in_tiles(p, device, dtype, to, descending):
     keys = targets(to.values, dtype.itemsize)
     columns = targets(outputs["columns_out"], 4) if follows else [launch.null] * passes
     order = {"largest": largest(dtype), "flipped": 2**64 - 1 if descending else 0, "width": p.columns}
-    steps = digit_passes(p, device, element(dtype), keys, columns, scratch, columns_in=outputs["columns_in"], **order)
-    return launch.Plan("tiles", tuple(steps), scratch.bytes)
+    few, done = (), launch.null
+    if not follows and _has_few(p, device):
+        done = scratch.take(4 * p.rows)
+        args = FEW_ARGS(keys_in=launch.operand(0), keys_out=to.values, done=done, **order)
+        few = (
+            launch.Memset(done, 4 * p.rows),
+            launch.Launch(FEW, f"SortFew<{element(dtype)}>", [args], p.rows, FEW_THREADS),
+        )
+    order |= {"columns_in": outputs["columns_in"], "done": done}
+    steps = digit_passes(p, device, element(dtype), keys, columns, scratch, **order)
+    return launch.Plan("tiles", (*few, *steps), scratch.bytes)
+
+
+def _has_few(p: Problem, device) -> bool:
+    """Whether rows whose elements are equal but for a few are to be found first. A block reads a row, and all rows are sampled."""
+    size = jnp.dtype(p.dtype).itemsize
+    return 1 < size < 8 and p.columns <= tuning.FEW_COLUMNS and p.rows <= tuning.FEW_ROWS * device.sm_count
 
 
 def digit_passes(
@@ -198,7 +214,7 @@ def digit_passes(
             shift=shift + 8 * n,
             passes=passes,
             kept=p.columns,
-            **order,
+            **{"done": launch.null, **order},
         )
         if n == 0:
             steps.append(launch.Launch(RADIX, f"SortCount{of}>", [args], p.rows * parts, threads))

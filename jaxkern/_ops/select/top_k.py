@@ -100,8 +100,12 @@ def _reader(x, selected, function) -> tuple[str, str, str]:
 
 def _parts(p: Problem, device) -> int:
     """How many blocks share a row so that all multiprocessors read, and parts are long."""
-    least = tuning.PART if _joins_few(p) else max(tuning.PART, tuning.PART_OF_K * p.k)
-    return min(device.sm_count * RESIDENT // p.rows, p.columns // least, MOST_PARTS)
+    few = _joins_few(p)
+    least = tuning.PART if few else max(tuning.PART, tuning.PART_OF_K * p.k)
+    parts = min(device.sm_count * RESIDENT // p.rows, p.columns // least, MOST_PARTS)
+    if few and parts > 1:
+        parts = max(parts, min(ceil_div(p.k, tuning.FEW_MEAN), p.columns // tuning.FEW_PART))
+    return parts
 
 
 def _joins_few(p: Problem) -> bool:

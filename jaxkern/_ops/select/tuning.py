@@ -8,15 +8,18 @@ WARP_MOST, NARROW = 16, 256
 # Rows up to this width are sorted by the network whatever k is [32768x64: 8 elements 15 in place of 16, 32 elements 16 in place of 63].
 SORTED_NARROW = 32
 # Rows of more elements than a warp selects are sorted if they have at most so many columns for each of the k, by width and by the bytes of an
-# element [float32, sorted and selected: 4096x1024, k 64 69 and 41, 128 69 and 67, 512 70 and 136; 4096x4096, 256 254 and 145, 1024 256 and 305,
-# 2048 258 and 517; 2048x8192, 1024 307 and 222; bfloat16: 4096x1024, 32 35 and 74; wider rows of bfloat16 were not measured]. All that the
-# network sorts by default are [float32: 4096x256, 32 13 and 19, 128 13 and 59].
-SORTED_OF_K = {4: ((1024, 8), (4096, 6), (8192, 4)), 2: ((1024, 1024), (8192, 32))}
+# element [float32, sorted and selected: 4096x1024, k 64 69 and 41, 128 69 and 66, 512 70 and 150; 4096x4096, 256 254 and 145, 1024 256 and 274,
+# 2048 258 and 353; 2048x8192, 1024 307 and 208, 2048 308 and 285; bfloat16: 4096x1024, 32 35 and 74; 4096x4096, 128 137 and 80, 1024 139, 299;
+# rows of 8192 were not measured]. All that the network sorts by default are [float32: 4096x256, 32 13 and 19, 128 13 and 59].
+SORTED_OF_K = {4: ((1024, 8), (4096, 6)), 2: ((1024, 1024), (4096, 12), (8192, 8))}
 # A part has at least so many elements, or so many times k, so that reading it takes longer than selecting [50 of 64x128256, bfloat16: 25, with
 # 4096 25, with 16384 27; 10 of 2^20: 11, 9, 13; 50 of 8x128256: 16, 17, 19; 1024 of 16x262144: 87, with 8 times k 91, with 32 90].
 PART, PART_OF_K = 8192, 16
-# From so many elements on, a part gives fewer candidates than k. Not measured.
-FEW_OF_PART = 384
+# From so many elements on, a part gives fewer candidates than k [k candidates of each part, and fewer: 50 of 64x128256, bfloat16: 25.4, 23.5;
+# 100 of 64x128256, float32: 30.6, 26.9; 512: 81, 39; 100 of 2^24: 46, 38; 256 of 16x262144: 49, 25; rows that ascend, 2048 of 64x128256: 126,
+# 144, as a part is read again]. There are parts for about FEW_MEAN of the k in each, of FEW_PART elements or more: so few candidates are not
+# sorted, but counted [2048 of 64x128256 in 8, 15, 25 and 32 parts: 84, 82, 88, 67].
+FEW_OF_PART, FEW_MEAN, FEW_PART = 40, 64, 4000
 # The counts of a selection by rank take at most this share of the memory of the rows.
 RANKS_SHARE = 4
 
@@ -34,6 +37,8 @@ MANY = 1 << 20  # keys
 # With indices, tiles of 4096 keys cost more for each key, but more of them are full [10000 rows of 10000 3611 in place of 4593]. They are
 # faster for keys of 2 bytes [2^26 bfloat16 1207 in place of 1649, whose registers were spilled].
 LESS, LESS_COST = (512, 8), 1.1
+# A block of SortFew reads a row of at most so many columns. There are at most so many rows for each multiprocessor.
+FEW_COLUMNS, FEW_ROWS = 1 << 19, 8
 COUNTING = 4  # blocks of SortCount on a multiprocessor
 
 # ---- searches: (threads, bytes of keys in shared memory, blocks on a multiprocessor)
