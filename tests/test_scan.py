@@ -261,6 +261,18 @@ def test_the_same_bits_in_every_run():
         assert all(map(np.array_equal, step(*ws), first))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_last_carries_of_loops_that_are_cut(dtype):
+    """They are those of the last step, and not of a part or a tile before it."""
+    x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (4096, 8192)), dtype)
+    loop = lambda x: jaxkern.scan(lambda m, x: (0.9 * m + 0.1 * x,) * 2, jnp.zeros_like(x[0]), x)
+    with jaxkern.algorithms.force(scan="columns"):
+        for _ in range(5):
+            last, ys = jax.jit(loop)(x)
+            np.testing.assert_array_equal(np.asarray(last), np.asarray(ys[-1]))
+
+
 X, W = jnp.ones((20, 20)), jnp.ones(4)
 EFFECTS = []
 LONG = jnp.ones((2, 5000))  # rows that no kernel reduces within a loop

@@ -102,6 +102,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     (At<M>(to).Set(a.loop, static_cast<Y*>(a.loop.y[M]) + begin * F::YsStep(M), lane), ...);
     const uint32_t owners[sizeof...(M) + 1] = {Loop::template Owners<F::YsOwner(M)>(a.loop, lane)..., 0};
     const int left = valid ? Left(a, rank) : 0;
+    const int last = rank + left == a.loop.steps ? left - 1 : -1;  // one thread alone has the last step of a lane
 #pragma unroll kUnroll
     for (int u = 0; u < kItems; ++u) {
       Slots<YIndex, PerLane<Own<Y>, N>...> y;
@@ -116,7 +117,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
                                                           u < left ? owners[M] : 0),
        ...);
       if constexpr (F::kLast) {
-        if (u == left - 1) Engine::StoreLast(a, lane, carry, typename Loop::CarryIndex());
+        if (u == last) Engine::StoreLast(a, lane, carry, typename Loop::CarryIndex());
       }
     }
   }
