@@ -23,7 +23,7 @@ from benchmarks._program import Program
 OPERATION = "fused_softmax"
 OPS = ("scale", "mask", "bias", "causal", "dropout", "all")
 DIRECTIONS = ("forward", "backward")
-ALGORITHMS = ("warp", "block", "streaming")
+ALGORITHMS = ("warp", "block", "cluster", "streaming")
 
 NEAR_COPY = 0.93
 BEFORE_XLA = 1.3  # all together
@@ -160,29 +160,16 @@ def _ours(cell: Cell, algorithm: str) -> Callable[..., jax.Array]:
 
 
 def _gradient_of_masked(y: jax.Array, g: jax.Array, mask: jax.Array, algorithm: str) -> jax.Array:
-    import importlib
+    from jaxkern._definitions.softmax import gradient
 
-    return importlib.import_module("jaxkern._ops.softmax.primitive").softmax_grad_p.bind(
-        y, g, mask, axis=y.ndim - 1, algorithm=algorithm
-    )
+    return gradient("softmax", y, g, {"mask": mask}, axis=-1, algorithm=algorithm)
 
 
 def _gradient_from_result(cell: Cell, y: jax.Array, g: jax.Array, algorithm: str) -> jax.Array:
-    from jaxkern._ops.softmax import primitive
+    from jaxkern._definitions.softmax import gradient
 
-    scale = [jnp.full((1,) * y.ndim, SCALE, jnp.float32)] if cell.has("scale") else []
-    return primitive.softmax_fused_output_grad_p.bind(
-        y,
-        g,
-        *scale,
-        axis=y.ndim - 1,
-        algorithm=algorithm,
-        log=False,
-        extras="scale" if scale else "",
-        causal=cell.has("causal"),
-        threshold=0,
-        unscaled=False,
-    )
+    scale = {"scale": jnp.full((1,) * y.ndim, SCALE, jnp.float32)} if cell.has("scale") else {}
+    return gradient("softmax", y, g, scale, axis=-1, algorithm=algorithm, causal=cell.has("causal"))
 
 
 def _composition(cell: Cell, x: jax.Array, extras: tuple[Any, ...]) -> jax.Array:
@@ -220,7 +207,7 @@ def _problem(cell: Cell) -> dict[str, Any]:
     shape = cell.case.shape
     problem = {"rows": math.prod(shape[:-1]), "width": shape[-1], "dtype": cell.dtype}
     problem |= {"backward": cell.direction == "backward"}
-    return problem | ({"masked": True} if cell.op == "mask" else {"fused": True})
+    return problem
 
 
 def _fits(cell: Cell, algorithm: str) -> bool:

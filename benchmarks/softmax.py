@@ -7,6 +7,7 @@ cases are few long rows, axes other than the last, and a mask that broadcasts ov
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 import re
@@ -22,7 +23,7 @@ from benchmarks._program import Program
 OPERATION = "softmax"
 OPS = ("softmax", "log_softmax")
 DIRECTIONS = ("forward", "backward")
-ALGORITHMS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
+ALGORITHMS = ("lanes", "warp", "block", "cluster", "streaming", "split", "strided")
 
 LARGE = 100e6  # bytes per call, from which bandwidth alone decides
 NEAR_COPY, NEAR_COPY_UNALIGNED = 0.97, 0.93
@@ -119,10 +120,10 @@ class Cell(_cell.Cell):
 # --- what runs -----------------------------------------------------------------------------------
 
 
-def _kernels() -> Any:
-    """The module with the primitives (the package's attribute of that name is the function)."""
+def _definitions() -> Any:
+    """The module of the definitions, where the package is installed."""
     try:
-        return importlib.import_module("jaxkern._ops.softmax.primitive")
+        return importlib.import_module("jaxkern._definitions.softmax")
     except ImportError:
         return None
 
@@ -142,7 +143,7 @@ def programs(cell: Cell, algorithms: bool) -> list[Program]:
         ours = _ours(dataclasses.replace(cell, direction="forward"), "auto")
         both = ((_goals.OURS, ours), ("xla", _reference(cell.op, case.axis)))
         return [Program(name, result_and_gradient(f), [x, x, *mask]) for name, f in both]
-    if _kernels() is not None:
+    if _definitions() is not None:
         specs = [*([x] if cell.direction == "forward" else [x, x]), *mask]
         found.append(Program(_goals.OURS, _ours(cell, "auto"), specs))
         if algorithms and jax.default_backend() == "gpu":
@@ -169,13 +170,13 @@ def result_and_gradient(f: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def _ours(cell: Cell, algorithm: str) -> Callable[..., jax.Array]:
-    """The public function; for the gradient, which has no public function, the primitive."""
+    """The public function; for the gradient, which has no public function, what its derivative calls."""
     import jaxkern
 
     axis = cell.case.axis % len(cell.case.shape)
     if cell.direction == "backward":
-        primitive = getattr(_kernels(), f"{cell.op}_grad_p")
-        return lambda *operands: primitive.bind(*operands, axis=axis, algorithm=algorithm)
+        of = functools.partial(_definitions().gradient, cell.op, axis=axis, algorithm=algorithm)
+        return lambda y, g, *mask: of(y, g, dict(zip(("mask",), mask)))
 
     def forward(x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         with jaxkern.algorithms.force(**{cell.op: algorithm}):
@@ -193,7 +194,6 @@ def _problem(cell: Cell) -> dict[str, Any]:
         "inner": math.prod(shape[axis + 1 :]),
         "dtype": cell.dtype,
         "backward": cell.direction == "backward",
-        "masked": cell.case.mask is not None,
     }
 
 
@@ -208,7 +208,7 @@ def _fits(cell: Cell, algorithm: str) -> bool:
 
 def chosen_algorithm(cell: Cell) -> str | None:
     """The algorithm that runs a cell by default on this GPU."""
-    if _kernels() is None or jax.default_backend() != "gpu":
+    if _definitions() is None or jax.default_backend() != "gpu":
         return None
     from jaxkern import algorithms
 
@@ -325,7 +325,7 @@ def _torch_candidate(cell: Cell, inputs: Inputs) -> _timing.Candidate:
 
 def checks(clock: Any) -> list[dict[str, Any]]:
     """Properties of compiled programs: a training step is one forward and one backward kernel."""
-    if _kernels() is None:
+    if _definitions() is None:
         return []
     import jaxkern
 
@@ -345,7 +345,7 @@ def checks(clock: Any) -> list[dict[str, Any]]:
         found.append(
             {
                 "check": f"value_and_grad of {op} is one forward and one backward kernel, no copy, no transpose",
-                "met": targets == [f"jaxkern_{op}", f"jaxkern_{op}_grad"] and not moves,
+                "met": targets == [f"jaxkern_{op}"] * 2 and not moves,
                 "handlers": targets,
                 "moves": moves,
                 "kernels": getattr(timing, "kernels", {}),

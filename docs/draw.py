@@ -147,16 +147,15 @@ def rows(theme):
     )
     start, width = 128, 340
     kinds = [
-        ("sub_warp", "up to 512 bytes", "python", ["lanes"] * 7),
-        ("warp", "up to 1 KB", "python", ["a warp"] * 4),
-        ("block", "up to 32 KB", "gpu", ["a block holds a row in registers"] * 2),
+        ("lanes", "up to 1 KB", "python", ["lanes"] * 7),
+        ("warp", "up to 2 KB", "python", ["a warp"] * 4),
+        ("block", "up to 40 KB", "gpu", ["a block holds a row in registers"] * 2),
         (
             "cluster",
-            "up to 768 KB",
+            "up to 2 MB",
             "gpu",
-            ["2 to 16 blocks hold one row, and exchange two numbers (no 16-bit or odd rows)"],
+            ["2 to 16 blocks hold one row, and exchange two numbers"],
         ),
-        ("pipeline", "up to 3.25 MB", "user", [f"tile {k}" for k in range(1, 8)]),
     ]
     y = 14.0
     for name, size, kind, words in kinds:
@@ -167,14 +166,6 @@ def rows(theme):
         d.text(_svg.PAD, y + 15, name, HEAD, kind="b")
         d.text(_svg.PAD, y + 31, size, SMALL, kind="m")
         y = end + 12
-    y = (
-        d.caption(
-            y + 4,
-            "bulk copies fill tiles of shared memory while the last row is written",
-            left=start,
-        )
-        + 6
-    )
     d.text(_svg.PAD, y + 12, "streaming", HEAD, kind="b")
     d.text(_svg.PAD, y + 28, "any size", SMALL, kind="m")
     d.arrow((start, y + 8), (start + width, y + 8))

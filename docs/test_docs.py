@@ -37,7 +37,7 @@ def test_drawing_of_rows():
     found = re.findall(
         r">(\w+)</text>\s*<text[^>]*>up to ([\d.]+) (bytes|KB|MB)</text>", drawing
     )
-    assert len(found) == 5
+    assert len(found) == 4
     for algorithm, size, unit in found:
         width = int(float(size) * {"bytes": 1, "KB": 1 << 10, "MB": 1 << 20}[unit]) // 4
         choose = lambda width: algorithms.choose("softmax", 8192, width, device=algorithms.H200)

@@ -1,6 +1,6 @@
 """Which algorithm runs an operation on CUDA: ask for it, or force one, in tests and benchmarks.
 
-    algorithms.names("softmax")                                   -> ("sub_warp", "warp", "block", ...)
+    algorithms.names("softmax")                                   -> ("lanes", "warp", "block", ...)
     algorithms.choose("softmax", 49152, 512, dtype="bfloat16")         -> "warp"; works without a GPU
     algorithms.choose("index_add", 169343, 1166243, 128)               -> "sort"
     algorithms.choose("reduce_sum", 1, 1 << 26, device=algorithms.A100)     -> "split"

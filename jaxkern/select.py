@@ -18,9 +18,9 @@ from jax.typing import ArrayLike
 from jaxkern._core import functor, switch, validate
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
+from jaxkern._definitions.dropout import check_key
 from jaxkern._ops.select.route import route_p
 from jaxkern._ops.select.top_k import top_k_p
-from jaxkern._ops.softmax.dropout import check_key
 from jaxkern.reduction import logsumexp
 from jaxkern.row_kernel import row_kernel
 

@@ -1,6 +1,6 @@
 """softmax and log_softmax.
 
-A scale, a bias, a causal limit or dropout selects the fused primitives; a score function selects the primitives of _ops/score.
+What they compute is in _definitions/softmax.py; a score function selects the primitives of _ops/score.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxkern._core import cpp, functor, validate
 from jaxkern._core.algorithms import forced
+from jaxkern._core.define import FLOAT_BYTES
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import computed, lowest_for_infinity
 from jaxkern._core.validate import Axis
-from jaxkern._ops.score import derivatives as score_derivatives  # noqa: F401  registered, too
+from jaxkern._definitions import dropout
+from jaxkern._definitions.softmax import softmax as softmax_of_rows
+from jaxkern._ops.score import derivatives as score_derivatives  # noqa: F401  derivatives are registered
 from jaxkern._ops.score import primitive as score_primitive
-from jaxkern._ops.softmax import derivatives, dropout, primitive  # noqa: F401  derivatives are registered
 
 
 def softmax(
@@ -134,26 +136,24 @@ def softmax(
     random bits after Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (Philox4x32-7);
     score functions after Dong et al., "Flex Attention", 2024.
     """
-    wanted = "" if dtype is None else validate.floating_dtype("softmax", "dtype", dtype).name
+    wanted = None if dtype is None else validate.floating_dtype("softmax", "dtype", dtype)
     if score is not None or _given(score_args):
         others = {"scale": scale, "bias": bias, "causal": causal, "dropout_rate": dropout_rate}
         y = _scored("softmax", x, axis, where, score, score_args, others)
-        return y.astype(wanted) if wanted else y
-    causal = validate.flag("softmax", "causal", causal)
-    extras = _extras("softmax", scale, bias, causal, dropout_rate, dropout_key)
-    if extras is None and wanted in ("float16", "bfloat16"):
-        extras = (None, None, None), {"causal": False, "threshold": 0}
-    if extras is None:
-        y = _call(_softmax, "softmax", x, axis, where)
-        return y.astype(wanted) if wanted else y
-    arrays, flags = extras
-    return _call(_fused_softmax, "softmax", x, axis, where, arrays, {**flags, "dtype": wanted})
+        return y if wanted is None else y.astype(wanted)
+    name, causal = "softmax", validate.flag("softmax", "causal", causal)
+    threshold = dropout.threshold(name, dropout_rate)
+    if dropout_rate != 0 and dropout_key is None:
+        raise ValueError(f"jaxkern.{name}: dropout_rate of {dropout_rate} needs a dropout_key")
+    if dropout_key is not None:
+        validate.check_array(name, "dropout_key", "a key of jax.random", dropout_key, keys=True)
+    key = dropout_key if threshold else None
+    return _called(name, x, axis, where, scale, bias, key, causal=causal, threshold=threshold, dtype=wanted)
 
 
 def replacement(x, where, scale: float, causal: bool, dtype) -> jax.Array:
     """`softmax` of float rows in place of operations of a plain program, which is exported plain."""
-    flags = {"causal": causal, "threshold": 0, "dtype": jnp.dtype(dtype).name, "replaced": True}
-    return _call(_fused_softmax, "softmax", x, -1, where, (scale, None, None), flags)
+    return _called("softmax", x, -1, where, scale, None, None, causal=causal, dtype=jnp.dtype(dtype), replaces=True)
 
 
 def log_softmax(
@@ -204,77 +204,40 @@ def log_softmax(
     """
     if score is not None or _given(score_args):
         return _scored("log_softmax", x, axis, where, score, score_args, {"scale": scale, "bias": bias})
-    extras = _extras("log_softmax", scale, bias)
-    if extras is not None:
-        return _call(_fused_softmax, "log_softmax", x, axis, where, *extras)
-    return _call(_softmax, "log_softmax", x, axis, where)
+    return _called("log_softmax", x, axis, where, scale, bias)
 
 
-def _call(jitted, name, x, axis, where, arrays=(), flags=None):
+def _called(name, x, axis, where, scale, bias, key=None, **flags):
     # Checked here because an error of jit would not name the operation.
     validate.check_array(name, "x", "an array or a number", x)
     if where is not None:
         validate.check_array(name, "where", "a boolean array", where)
-    static = {"name": name, "axis": validate.static_axis(name, axis), "algorithm": forced(name)}
-    return jitted(x, where, *arrays, **static, **(flags or {}))
-
-
-# Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
-@functools.partial(jax.jit, static_argnames=("name", "axis", "algorithm"), inline=True)
-def _softmax(x, where, *, name, axis, algorithm):
-    x = validate.floating(name, x)
-    masks = [] if where is None else [validate.full_rank_mask(name, x, where)]
-    row_operation = functools.partial(bind, primitive.PLAIN[name], algorithm=algorithm)
-    return validate.along_axes(row_operation, x, masks, validate.sorted_axes(name, axis, x.shape))
-
-
-# ---- from arguments to operands
-
-
-def _extras(name: str, scale, bias, causal=None, rate=0.0, key=None):
-    """(arrays, flags) for the jitted functions, or None if nothing is fused; causal: None for log_softmax."""
-    numbers = (int, float, np.integer, np.floating)
-    if isinstance(scale, bool) or not isinstance(scale, numbers):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
         validate.check_array(name, "scale", "a real number or a scalar array", scale)
     else:
         scale = None if scale == 1 else float(scale)
     if bias is not None:
         validate.check_array(name, "bias", "an array of floating-point type", bias)
-    if causal is None:
-        return None if scale is None and bias is None else ((scale, bias), {})
-    threshold = dropout.threshold(name, rate)
-    if rate != 0 and key is None:
-        raise ValueError(f"jaxkern.{name}: dropout_rate of {rate} needs a dropout_key")
-    if key is not None:
-        validate.check_array(name, "dropout_key", "a key of jax.random", key, keys=True)
-    if scale is None and bias is None and not causal and threshold == 0:
-        return None
-    return (scale, bias, key if threshold else None), {"causal": causal, "threshold": threshold}
+    axis = validate.static_axis(name, axis)
+    return _along_axis(x, where, scale, bias, key, name=name, axis=axis, algorithm=forced(name), **flags)
 
 
+# ---- from arguments to operands
+
+
+# Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
 @functools.partial(
-    jax.jit, static_argnames=("name", "axis", "algorithm", "causal", "threshold", "dtype", "replaced"), inline=True
+    jax.jit, static_argnames=("name", "axis", "algorithm", "causal", "threshold", "dtype", "replaces"), inline=True
 )
-def _fused_softmax(
-    x,
-    where,
-    scale,
-    bias,
-    key=None,
-    *,
-    name,
-    axis,
-    algorithm,
-    causal=False,
-    threshold=0,
-    dtype="",
-    replaced=False,
+def _along_axis(
+    x, where, scale, bias, key, *, name, axis, algorithm, causal=False, threshold=0, dtype=None, replaces=False
 ):
     x = validate.floating(name, x)
-    narrower = {"dtype": dtype} if dtype in ("float16", "bfloat16") and x.dtype == jnp.float32 else {}
     wide = computed(x).dtype
-    mask = validate.full_rank_mask(name, x, where)
-    bias = validate.full_rank(name, "bias", x, _bias(name, bias, x.dtype, wide))
+    parts = [
+        validate.full_rank(name, "bias", x, _bias(name, bias, x.dtype, wide)),
+        validate.full_rank_mask(name, x, where),
+    ]
     scale = _scale(name, scale, wide)
     axes = validate.sorted_axes(name, axis, x.shape)
     if causal and (x.ndim < 2 or axes != [x.ndim - 1]):
@@ -282,37 +245,24 @@ def _fused_softmax(
             f"jaxkern.{name}: causal needs axis to be the last of two or more dimensions, got axis {axis} "
             f"for x of shape {x.shape}"
         )
-    key = None if key is None else dropout.key_words(name, key)
+    words = (None, None) if key is None else dropout.key_words(name, key)
 
-    def row_operation(x, bias, mask, *, axis):
-        ones = (1,) * x.ndim
-        operands = {
-            "bias": bias,
-            "scale": None if scale is None else scale.reshape(ones),
-            "mask": mask,
-            "key": None if key is None else key.reshape(*ones, 2),
-        }
-        names = [e for e in primitive.EXTRAS if operands[e] is not None]
-        return bind(
-            primitive.softmax_fused_p,
-            x,
-            *(operands[e] for e in names),
-            axis=axis,
-            algorithm=algorithm,
-            log=name == "log_softmax",
-            extras=" ".join(names),
-            causal=causal,
-            threshold=threshold,
-            unscaled=False,
-            **narrower,
-            **({"replaced": True} if replaced else {}),
-        )
-
-    if causal:  # keep the last two dimensions, even if one has size 1
-        y = row_operation(x, bias, mask, axis=x.ndim - 1)
+    narrower = dtype is not None and dtype.itemsize == 2 and x.dtype == jnp.float32
+    row_operation = functools.partial(
+        softmax_of_rows,
+        name=name,
+        numbers={"scale": scale, "key0": words[0], "key1": words[1]},
+        algorithm=algorithm,
+        causal=causal,
+        threshold=threshold,
+        dtype=dtype if narrower else x.dtype,
+        replaces=replaces,
+    )
+    if len(axes) == 1:
+        y = row_operation(x, *parts, axis=axes[0])
     else:
-        y = validate.along_axes(row_operation, x, [bias, mask], axes)
-    return y.astype(dtype) if dtype else y
+        y = validate.along_axes(row_operation, x, parts, axes)
+    return y if dtype is None else y.astype(dtype)
 
 
 def _bias(name, bias, dtype, wide):
@@ -394,7 +344,7 @@ def _traced(name, score, x, args):
     label = "score" if label == "<lambda>" else f"score {label}"
     scalars = f"an element of x, {x.ndim} indices and an element of each of {len(args)} score_args"
     validate.check_call(name, "score", score, 1 + x.ndim + len(args), scalars)
-    dtype = x.dtype if x.dtype.name in primitive.plan.DTYPES else jnp.dtype(jnp.float32)
+    dtype = x.dtype if x.dtype.name in FLOAT_BYTES else jnp.dtype(jnp.float32)
     wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
     dtypes = [dtype, *[jnp.dtype(jnp.int32)] * x.ndim, *(a.dtype for a in args)]

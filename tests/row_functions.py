@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxkern._definitions import dropout
+
 
 def rms_norm(x, w):
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w
@@ -53,9 +55,9 @@ def band(x):
     return jax.nn.softmax(jnp.where((k > q) | ~(k > q - 9), -1e30, 2 * x), -1)
 
 
-def numbered(x):
-    rows = jnp.arange(x.size // x.shape[-1], dtype=jnp.int32).reshape(*x.shape[:-1], 1)
-    return jnp.where((rows + jnp.arange(x.shape[-1])) % 3 == 0, x * rows, jnp.mean(x, -1, keepdims=True))
+def dropped(x):
+    key = [jnp.full((1,) * x.ndim, word, jnp.uint32) for word in (1, 2)]
+    return jnp.where(dropout.kept(x.shape, x.ndim - 1, key, 20000), jax.nn.softmax(x, -1), 0)
 
 
 def soft_cap(x):
@@ -128,7 +130,7 @@ FUNCTIONS = {
         (masked, "xm", True),
         (causal, "x", True),
         (band, "x", True),
-        (numbered, "x", True),
+        (dropped, "x", True),
         (soft_cap, "x", True),
         (entropy, "xn", True),
         (totals, "xc", True),

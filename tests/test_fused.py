@@ -13,8 +13,8 @@ from reference import DTYPES, _sum_error, assert_rounded, gradient, wide
 
 import jaxkern
 from jaxkern import algorithms
-from jaxkern._core import compat, registry
-from jaxkern._ops.softmax import dropout
+from jaxkern._core import compat, draws, registry
+from jaxkern._definitions import dropout
 
 FEATURES = ("scale", "bias", "mask", "causal", "dropout")
 RATE, KEY = 0.3, np.array([7, 0xFFFFFFFF], np.uint32)
@@ -64,7 +64,7 @@ def kept(shape, key=KEY, threshold=THRESHOLD):
 def test_philox(counter, key, words):
     assert tuple(int(w) for w in philox(counter, key)) == words
     as_words = lambda xs: [jnp.uint32(x) for x in xs]
-    assert tuple(int(w) for w in jax.jit(dropout.philox)(as_words(counter), as_words(key))) == words
+    assert tuple(int(w) for w in jax.jit(draws.philox)(as_words(counter), as_words(key))) == words
 
 
 # ---- the operation in numpy
@@ -411,8 +411,8 @@ def test_the_same_bits_everywhere(dtype, width):
 
         names = [
             t
-            for t in ("warp", "block", "streaming")
-            if algorithms.fits("softmax", t, 210, width, dtype=dtype, fused=True)
+            for t in algorithms.names("softmax")
+            if algorithms.fits("softmax", t, 210, width, dtype=dtype, backward=True)
         ]
         for name in ("auto", *names) if ON_GPU else ("auto",):
             with algorithms.force(softmax=name):
@@ -423,36 +423,44 @@ def test_the_same_bits_everywhere(dtype, width):
             np.testing.assert_array_equal(np.asarray(dx).any(-1), np.take_along_axis(wanted, at, -1)[..., 0])
         cpu = jax.device_put(x, jax.devices("cpu")[0])
         np.testing.assert_array_equal(jax.jit(draws)(cpu)[0], wanted)
-        key = jnp.asarray(KEY).reshape(1, 1, 1, 2)
-        in_jnp = jax.jit(lambda key: dropout.kept(x.shape, 2, key, THRESHOLD))
-        np.testing.assert_array_equal(in_jnp(key), wanted)
+        words = [jnp.asarray(w).reshape(1, 1, 1) for w in KEY]
+        for keeps in (dropout.kept, dropout.kept_by_blocks):
+            np.testing.assert_array_equal(keeps(x.shape, 2, words, THRESHOLD), wanted)
 
 
 def test_vmap_numbers_each_example_by_itself():
     x, keys = normal((4, 3, 5, 40), "float32"), jax.random.split(jax.random.key(1), 4)
     f = lambda x, key: jaxkern.softmax(x, scale=0.5, causal=True, dropout_rate=RATE, dropout_key=key)
-    each = np.stack([f(x[i], keys[i]) for i in range(4)])
-    np.testing.assert_array_equal(jax.jit(jax.vmap(f))(x, keys), each)
-    for at in (1, 2, 3):
-        np.testing.assert_array_equal(jax.jit(jax.vmap(f, (at, 0)))(jnp.moveaxis(x, 0, at), keys), each)
-    same = np.stack([f(x[i], keys[0]) for i in range(4)])  # one key: the same elements in each example
-    np.testing.assert_array_equal(jax.vmap(f, (0, None))(x, keys[0]), same)
-    np.testing.assert_array_equal(jax.vmap(f, (None, 0))(x[0], keys), np.stack([f(x[0], k) for k in keys]))
-    grad = lambda x, key: jax.grad(lambda x: jnp.sum(f(x, key) ** 2))(x)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(grad))(x, keys), np.stack([grad(x[i], keys[i]) for i in range(4)]))
-    two = jax.jit(jax.vmap(jax.vmap(lambda x, key: f(x, key), (0, None))))(x, keys)
-    np.testing.assert_array_equal(two, np.stack([[f(x[i, j], keys[i]) for j in range(3)] for i in range(4)]))
+    # The bits are compared in one algorithm: by default, single examples have kernels written by hand, which round otherwise.
+    with algorithms.force(softmax="warp"):
+        each = np.stack([f(x[i], keys[i]) for i in range(4)])
+        np.testing.assert_array_equal(jax.jit(jax.vmap(f))(x, keys), each)
+        for at in (1, 2):
+            np.testing.assert_array_equal(jax.jit(jax.vmap(f, (at, 0)))(jnp.moveaxis(x, 0, at), keys), each)
+        same = np.stack([f(x[i], keys[0]) for i in range(4)])  # one key: the same elements in each example
+        np.testing.assert_array_equal(jax.vmap(f, (0, None))(x, keys[0]), same)
+        np.testing.assert_array_equal(jax.vmap(f, (None, 0))(x[0], keys), np.stack([f(x[0], k) for k in keys]))
+        grad = lambda x, key: jax.grad(lambda x: jnp.sum(f(x, key) ** 2))(x)
+        found = jax.jit(jax.vmap(grad))(x, keys)
+        np.testing.assert_array_equal(found, np.stack([grad(x[i], keys[i]) for i in range(4)]))
+        two = jax.jit(jax.vmap(jax.vmap(lambda x, key: f(x, key), (0, None))))(x, keys)
+        np.testing.assert_array_equal(two, np.stack([[f(x[i, j], keys[i]) for j in range(3)] for i in range(4)]))
+    last = jax.jit(jax.vmap(f, (3, 0)))(jnp.moveaxis(x, 0, 3), keys)  # the row is not the last dimension
+    for found in (last, np.stack([f(x[i], keys[i]) for i in range(4)])):
+        np.testing.assert_array_equal(found != 0, each != 0)
+        np.testing.assert_allclose(found, each, rtol=1e-6)
 
 
 @pytest.mark.parametrize("at", [0, 1, -1])
 def test_vmap_over_each_operand(at):
     x, bias = normal((3, 4, 5), "float32"), normal((3, 4, 5), "float32", 1)
     where, scales = jnp.asarray(np.random.default_rng(0).random((3, 4, 5)) < 0.7), jnp.array([0.5, 1.0, 2.0])
-    f = lambda x, bias, where, scale: jaxkern.softmax(x, bias=bias, where=where, scale=scale)
     full = (x, bias, where, scales)
     for batched in itertools.product((False, True), repeat=4):
         if not any(batched):
             continue
+        causal = sum(batched) % 2 == 1
+        f = lambda x, bias, where, scale: jaxkern.softmax(x, bias=bias, where=where, scale=scale, causal=causal)
         args = [jnp.moveaxis(a, 0, at) if b and a.ndim == 3 else a if b else a[0] for a, b in zip(full, batched)]
         axes = [at if b and a.ndim == 3 else 0 if b else None for a, b in zip(full, batched)]
         found = jax.jit(jax.vmap(f, axes))(*args)
@@ -574,12 +582,14 @@ def calls(f, *args):
     return sorted(line.split("=")[1].split("[")[0].strip() for line in text.splitlines() if "= jaxkern_" in line)
 
 
-def test_a_plain_call_stays_what_it_was():
+def test_what_does_nothing_leaves_no_operand():
     x, where = jnp.zeros((4, 8)), jnp.ones((4, 8), bool)
-    assert calls(lambda x: jaxkern.softmax(x, where=where, scale=1.0, dropout_rate=0.0), x) == ["jaxkern_softmax"]
-    assert calls(lambda x: jaxkern.softmax(x, scale=1, dropout_rate=1e-9, dropout_key=KEY), x) == ["jaxkern_softmax"]
-    assert calls(lambda x: jaxkern.log_softmax(x, where=where, scale=1), x) == ["jaxkern_log_softmax"]
-    assert calls(lambda x: jaxkern.softmax(x, causal=True), x) == ["jaxkern_softmax_fused"]
+    same = lambda f, g: str(jax.make_jaxpr(f)(x)) == str(jax.make_jaxpr(g)(x))
+    masked = lambda x: jaxkern.softmax(x, where=where)
+    assert same(lambda x: jaxkern.softmax(x, where=where, scale=1.0, dropout_rate=0.0), masked)
+    assert same(lambda x: jaxkern.softmax(x, scale=1, dropout_rate=1e-9, dropout_key=KEY), jaxkern.softmax)
+    assert same(lambda x: jaxkern.log_softmax(x, where=where, scale=1), lambda x: jaxkern.log_softmax(x, where=where))
+    assert calls(masked, x) == ["jaxkern_softmax"] and not same(masked, jaxkern.softmax)
 
 
 def needs_kernels():
@@ -605,7 +615,7 @@ def test_one_kernel_each_way_and_nothing_materialised():
     compiled = jax.jit(both).lower(x, x, key, extras).compile()
     text = compiled.as_text()
     names = re.findall(r'custom_call_target="(jaxkern\w*)"', text)
-    assert sorted(names) == ["jaxkern_softmax_fused", "jaxkern_softmax_fused_grad"]
+    assert names == ["jaxkern_softmax"] * 2
     assert compiled.memory_analysis().temp_size_in_bytes <= 32 * 8 * 4 * 64  # O(rows)
     each = jax.jit(jax.vmap(lambda x, key: jaxkern.softmax(x, causal=True, dropout_rate=RATE, dropout_key=key)))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
@@ -613,29 +623,21 @@ def test_one_kernel_each_way_and_nothing_materialised():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("algorithm", ["warp", "block", "streaming"])
+@pytest.mark.parametrize("algorithm", [a for a in algorithms.names("softmax") if a != "strided"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_algorithms(algorithm, dtype):
     done = 0
     for width in (5, 64, 333, 1024, 1030, 4096, 8000):
-        if algorithms.fits("softmax", algorithm, 6, width, dtype=dtype, fused=True):
+        # The bias has the rows of x, and so has the mask, whose packs of 8 elements are too many words of float64 for a lane.
+        few = dtype == "float64" and algorithm in ("lanes", "warp")
+        if not few and algorithms.fits("softmax", algorithm, 6, 2 * width, dtype=dtype, backward=True):
             with algorithms.force(softmax=algorithm):
                 check(FEATURES, (2, 3, width), dtype, mask_shape=(2, 3, width), bias_shape=(3, width))
-                if width in (64, 1024, 4096):  # whole packs, for which some features have kernels of their own
+                if width in (64, 1024, 4096):  # whole packs
                     for feature in ("scale", "bias", "causal", "dropout"):
                         check((feature,), (2, 3, width), dtype, bias_shape=(3, width))
             done += 1
-    assert done or (dtype == "float64" and algorithm != "streaming")
-
-
-def test_algorithms_are_the_three():
-    fits = lambda algorithm, **problem: algorithms.fits("softmax", algorithm, 64, fused=True, **problem)
-    assert algorithms.choose("softmax", 64, 512, dtype="bfloat16", fused=True) == "warp"
-    assert algorithms.choose("softmax", 64, 2048, dtype="bfloat16", fused=True, backward=True) == "block"
-    assert algorithms.choose("softmax", 64, 16384, dtype="float16", fused=True) == "block"
-    assert algorithms.choose("softmax", 64, 16393, dtype="float16", fused=True) == "streaming"
-    assert algorithms.choose("softmax", 64, 100, dtype="float64", fused=True) == "streaming"
-    assert not any(fits(t, width=64) for t in ("sub_warp", "cluster", "pipeline", "split", "column"))
+    assert done or few
 
 
 def test_exported_with_a_symbolic_size():

@@ -56,7 +56,8 @@ CASES = [
     ("causal", (1, 2, 12, 20), "float32", False, "streaming"),
     ("masked", (2, 3, 64, 40), "float32", False, "lanes"),
     ("band", (2, 30, 44), "bfloat16", True, "block"),
-    ("numbered", (3, 4, 50), "bfloat16", True, "warp"),
+    ("dropped", (3, 4, 50), "bfloat16", True, "warp"),
+    ("dropped", (2, 3, 440), "float32", False, "cluster"),
     ("loss", (9, 130), "float32", True, "lanes"),
     ("one_hot_loss", (3, 3001), "bfloat16", False, "streaming"),
     ("entropy", (2, 3, 33), "float32", True, "warp"),
@@ -202,16 +203,23 @@ def test_division_by_a_number_of_the_row():
 @needs_compiler
 @plans.needs_runtime
 @pytest.mark.parametrize(
-    "algorithm, f", [("cluster", jax.nn.softmax), ("block", jax.nn.softmax), ("split", jax.nn.logsumexp)]
+    "algorithm, f, gradient",
+    [
+        ("cluster", jax.nn.softmax, False),
+        ("block", jax.nn.softmax, True),
+        ("split", jax.nn.logsumexp, False),
+        ("cluster", jax.nn.log_softmax, True),  # the cotangents are summed with the maximum
+        ("split", jax.nn.log_softmax, True),
+    ],
 )
-def test_a_maximum_and_sums_of_exponentials_take_one_exchange(algorithm, f):
+def test_a_maximum_and_sums_of_exponentials_take_one_exchange(algorithm, f, gradient):
     """Each thread's exponents are relative to the largest of its own elements; some have none but -inf."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(7, 1400)).astype(np.float32) * 50
     x[1, :1000], x[2], x[3, 70], x[4, 1200], x[5, 3:] = -np.inf, -np.inf, np.inf, np.nan, -300
     args, wanted = [x], f(x, -1)
     function, _, _ = trace(lambda x: f(x, -1), [jax.ShapeDtypeStruct(x.shape, x.dtype)], -1, "f")
-    if algorithm == "block":
+    if gradient:
         args.append(rng.normal(size=x.shape).astype(np.float32))
         function, wanted = function.vjp([0]), jax.vjp(lambda x: f(x, -1), x)[1](args[1])[0]
     assert len(function.core.passes) == 2 and len(function.core.stages) == 1

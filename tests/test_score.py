@@ -485,10 +485,10 @@ def test_struct_is_laid_out_as_in_the_kernel():
     """Sizes that score.cuh asserts, and where the members lie."""
     found = planned((4, 6, 8, 64), [((1, 6, 8, 64), "float32"), ((4, 1, 1, 1), "int32")], (0, 2, 3))
     args = found.launches[0].args[0]
-    assert plans.layout(args) == (680 + 2 * (8 + 88) + 3 * 24 + 16, 8)
+    assert plans.layout(args) == (688 + 2 * (8 + 88) + 3 * 24 + 16, 8)
     text = (runtime.kernels_folder() / "softmax/score.cuh").read_text()
-    assert "sizeof(ScoreParams<2, 3>) == 680 + 2 * (8 + 88) + 3 * 24 + 16" in text
-    assert plans.layout(planned((4, 64), [], ()).launches[0].args[0]) == (680 + 96 + 24 + 16, 8)
+    assert "sizeof(ScoreParams<2, 3>) == 688 + 2 * (8 + 88) + 3 * 24 + 16" in text
+    assert plans.layout(planned((4, 64), [], ()).launches[0].args[0]) == (688 + 96 + 24 + 16, 8)
     # Rows of dimensions 0 and 2: row / (6 * 8) % 4 and row % 8; the column is its own index.
     below, extent = ([m.members[0].value for m in args.members[5 + 3 * k : 8 + 3 * k]] for k in range(2))
     assert (below, extent[:2]) == ([48, 1, 1], [4, 8])

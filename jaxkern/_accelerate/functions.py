@@ -28,14 +28,13 @@ from jaxkern._accelerate.arguments import decide, gated, is_plain
 from jaxkern._accelerate.replace import Target
 from jaxkern._core import compat, compat_lowering, decisions, stablehlo, switch, validate
 from jaxkern._core.algorithms import forced
-from jaxkern._core.autodiff import deflinear
+from jaxkern._core.autodiff import deftranspose, linear_jvp
 from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.rows import row_primitive
 from jaxkern._definitions import reductions
+from jaxkern._definitions.softmax import gradient as softmax_gradient
+from jaxkern._definitions.softmax_on_cpu import log_softmax_gradient, log_softmax_tangent
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_p
-from jaxkern._ops.softmax import reference as softmaxes
-from jaxkern._ops.softmax.derivatives import log_softmax_grad_jvp, log_softmax_jvp_jvp, softmax_grad_jvp
-from jaxkern._ops.softmax.primitive import log_softmax_grad_p, softmax_grad_p
 
 # ---- what a call may look like
 
@@ -127,29 +126,29 @@ def _plain_softmax_gradient(y, g, *, axis, algorithm):
     return y * (g - jnp.sum(y * g, axis, keepdims=True))
 
 
-def _gradient_primitive(operation, name, body, reference):
-    """The gradient (y, g) -> dx of a replaced function: `body` where a kernel is to run, `reference` elsewhere."""
-    prim = row_primitive(name, 2, reference)
+def _gradient_primitive(operation, reference):
+    """The gradient (y, g) -> dx of a replaced function: a kernel where one is to run, `reference` elsewhere."""
+    prim = row_primitive(f"jaxkern_row_{operation}_gradient", 2, reference)
 
     def lower(ctx, y, g, **params):
         taken = _taken(ctx, operation, g, "the gradient in one read", "cotangent")
-        body_or_reference = body.bind if taken else reference
-        return switch.own_code(mlir.lower_fun(body_or_reference, multiple_results=False))(ctx, y, g, **params)
+        body = functools.partial(softmax_gradient, operation) if taken else reference
+        return switch.own_code(mlir.lower_fun(body, multiple_results=False))(ctx, y, g, **params)
 
     _register_uncached(prim, lower)
     return prim
 
 
-softmax_gradient_p = _gradient_primitive(
-    "softmax", "jaxkern_row_softmax_gradient", softmax_grad_p, _plain_softmax_gradient
-)
-deflinear(softmax_gradient_p, 1, softmax_grad_jvp, transpose=softmax_gradient_p)  # self-adjoint
-log_softmax_tangent_p = row_primitive("jaxkern_row_log_softmax_tangent", 2, softmaxes.log_softmax_jvp)
-log_softmax_gradient_p = _gradient_primitive(
-    "log_softmax", "jaxkern_row_log_softmax_gradient", log_softmax_grad_p, softmaxes.log_softmax_grad
-)
-deflinear(log_softmax_tangent_p, 1, log_softmax_jvp_jvp, transpose=log_softmax_gradient_p)
-deflinear(log_softmax_gradient_p, 1, log_softmax_grad_jvp, transpose=log_softmax_tangent_p)
+softmax_gradient_p = _gradient_primitive("softmax", _plain_softmax_gradient)
+log_softmax_gradient_p = _gradient_primitive("log_softmax", log_softmax_gradient)
+log_softmax_tangent_p = row_primitive("jaxkern_row_log_softmax_tangent", 2, log_softmax_tangent)
+for _prim, _reference, _transpose in (
+    (softmax_gradient_p, _plain_softmax_gradient, softmax_gradient_p),  # self-adjoint
+    (log_softmax_gradient_p, log_softmax_gradient, log_softmax_tangent_p),
+    (log_softmax_tangent_p, log_softmax_tangent, log_softmax_gradient_p),
+):
+    set_jvp(_prim, functools.partial(linear_jvp, _prim, _reference, (1,)))
+    deftranspose(_prim, 1, _transpose)
 
 
 def _value_of_softmax(x, *, axis, algorithm):

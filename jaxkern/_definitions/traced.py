@@ -62,28 +62,60 @@ def _from_sum(function, of_sum, operands) -> list:
     return list(call(*operands))
 
 
-def row_function(name, definition, arrays, algorithm="auto", *, row=-1, **static):
+def row_function(
+    name,
+    definition,
+    arrays,
+    algorithm="auto",
+    *,
+    row=-1,
+    tangent=None,
+    tangent_dtype=None,
+    replaces=False,
+    roles=None,
+    **static,
+):
     """The RowFunction of an operation `name`, for arrays of these types.
 
-    definition(*arrays, **static): an array or several. Definitions are compared by identity; static can be hashed.
+    definition(*arrays, **static): an array or several. Functions are compared by identity; static can be hashed.
     row: the dimension that rows lie along, counted from the last, so negative.
+    tangent: None, or how it is differentiated: tangent(*results, *arrays, *tangents of the arrays at `wrt`, wrt=wrt, **static) returns
+        the tangents of the results. tangent_dtype: the type of the first array's tangent, if it is not the array's.
+    roles: None, or (names of the arrays, names of the results), for hand-written kernels; `static` are their facts.
     """
     types = tuple((a.shape, a.dtype) for a in arrays)
-    return _function(name, definition, types, tuple(static.items()), algorithm, row)
+    how = (algorithm, row, replaces)
+    return _function(name, definition, (tangent, tangent_dtype), roles, types, tuple(static.items()), how)
 
 
 @memo.remembered(TRACES)
-def _function(name, definition, types, static, algorithm, row, runner="kernels"):
+def _function(name, definition, differentiated, roles, types, static, how, runner="kernels"):
     f = switch.own_promotion(functools.partial(definition, **dict(static)))
-    found = _traced(name, f, types, algorithm, row, runner=runner)
-    found.variant = lambda runner: _function(name, definition, types, static, algorithm, row, runner)
+    found = _traced(name, f, types, *how, runner=runner)
+    found.variant = lambda runner: _function(name, definition, differentiated, roles, types, static, how, runner)
+    tangent, dtype = differentiated
+    if roles is not None:
+        found.roles = Roles(*roles, static)
+    if tangent is not None:
+        results = tuple((a.shape, a.dtype) for a in found.results)
+        of_array = ((types[0][0], dtype or types[0][1]), *types[1:])
+
+        def of(wrt):
+            given = (*results, *types, *(of_array[k] for k in wrt))
+            names = roles and (
+                (*roles[1], *roles[0], *(f"d {roles[0][k]}" for k in wrt)),
+                tuple(f"d {y}" for y in roles[1]),
+            )
+            return _function(name, tangent, (None, None), names, given, (("wrt", tuple(wrt)), *static), how)
+
+        found.tangent = of
     return found
 
 
-def _traced(name, f, types, algorithm, row=-1, runner="kernels"):
+def _traced(name, f, types, algorithm, row=-1, replaces=False, runner="kernels"):
     with _traced_for(runner):
         avals = [jax.ShapeDtypeStruct(*t) for t in types]
-        found, captured, _ = trace(f, avals, row, f"jaxkern.{name}", name, algorithm)
+        found, captured, _ = trace(f, avals, row, f"jaxkern.{name}", name, algorithm, replaces)
     assert not captured
     return found
 

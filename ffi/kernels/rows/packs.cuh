@@ -9,6 +9,7 @@
 #include "../common/broadcast.h"
 #include "../common/float8.cuh"
 #include "../common/pack.cuh"
+#include "../common/philox.h"
 
 namespace jaxkern {
 
@@ -39,31 +40,44 @@ template <int kRank> __device__ __forceinline__ int64_t MapRow(const IndexMap& m
   }
 }
 
-// kWhole: the packs of all threads fill a row exactly. kPart: the last packs of some threads are absent. kRagged: see above.
-enum RowEnds { kWhole, kPart, kRagged };
+// kWhole: the packs of all threads fill a row exactly. kPart: the last packs of some threads are absent. kRagged: see above. The last
+// two are the same where rows begin in the middle of a sector of memory and threads have room for a sector more, see Body.
+enum RowEnds { kWhole, kPart, kRagged, kPartOfSectors, kRaggedOfSectors };
+constexpr bool IsRagged(int ends) { return ends == kRagged || ends == kRaggedOfSectors; }
+constexpr bool OfSectors(int ends) { return ends == kPartOfSectors || ends == kRaggedOfSectors; }
 
 // The elements of the edges of a row that each of kGroup threads holds, at most. A plan counts on it, see `edges` in layout.py.
-template <int N, int kGroup, int kEnds> constexpr int kEdges = kEnds == kRagged ? (2 * N - 2 + kGroup - 1) / kGroup : 0;
+template <int N, int kGroup, int kEnds> constexpr int kEdges = IsRagged(kEnds) ? (2 * N - 2 + kGroup - 1) / kGroup : 0;
 
-// The packs of a row hold its columns [begin, end).
+// The packs of a row hold its columns [begin, end). The threads of a group count packs from `first`, which is less where the row
+// begins in the middle of a sector of memory: then each of their accesses begins with a sector, and the first threads have a pack less.
 struct Body {
-  int begin, end;
+  int begin, end, first;
 
   // The end of the tiles of a row. There is one, for the columns in no pack, though it may have no packs.
-  __device__ __forceinline__ int TilesEnd() const { return max(end, begin + 1); }
+  __device__ __forceinline__ int TilesEnd() const { return max(end, first + 1); }
   // Column e of those in no pack; there is none if the result is not less than the width.
   __device__ __forceinline__ int Edge(int e) const { return e < begin ? e : e - begin + end; }
 };
 
-// The body of a row. Threads hold at most `most` packs of it.
-template <int N, int kEnds> __device__ __forceinline__ Body BodyOf(int64_t row, int64_t row_width, int most) {
+constexpr int kSectorBytes = 32;
+
+// The body of a row. Threads hold at most `most` packs of it. kSector: packs of a sector, or 1 for rows that are counted from their
+// begin; then there is room for all packs and the rest of a sector.
+template <int N, int kEnds, int kSector>
+__device__ __forceinline__ Body BodyOf(int64_t row, int64_t row_width, int most) {
   const int width = static_cast<int>(row_width);
-  if constexpr (kEnds == kRagged) {
-    const int begin = min(width, static_cast<int>((0 - static_cast<uint64_t>(row * row_width)) % N));
-    return {begin, begin + min((width - begin) / N, most) * N};
-  } else {
-    return {0, width};
+  Body body = {0, width, 0};
+  if constexpr (IsRagged(kEnds)) {
+    body.begin = min(width, static_cast<int>((0 - static_cast<uint64_t>(row * row_width)) % N));
+    body.end = body.begin + min((width - body.begin) / N, most) * N;
+    body.first = body.begin;
   }
+  if constexpr (kSector > 1) {
+    const int before = static_cast<int>(static_cast<uint64_t>(row * row_width + body.begin) / N % kSector);
+    body.first -= before * N;
+  }
+  return body;
 }
 
 template <class T> constexpr int kPieces = 16 / static_cast<int>(sizeof(T));
@@ -135,9 +149,9 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadShifted(cons
 // Through L1, because other rows read it again.
 template <class T, int N, int kEnds>
 __device__ __forceinline__ Pack<T, N> LoadColumnPack(const T* columns, int column, int width) {
-  if constexpr (kEnds == kRagged && sizeof(T) <= 4 && N > 4) {  // elsewhere instructions are no limit
+  if constexpr (IsRagged(kEnds) && sizeof(T) <= 4 && N > 4) {  // elsewhere instructions are no limit
     return LoadShifted<T, N>(columns, column, width);
-  } else if constexpr (kEnds == kRagged) {
+  } else if constexpr (IsRagged(kEnds)) {
     Pack<T, N> pack = ZeroPack<T, N>();
 #pragma unroll
     for (int i = 0; i < N; ++i) SetElement(pack, i, columns[column + i]);

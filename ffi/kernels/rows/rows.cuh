@@ -141,7 +141,8 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     typename Stages::template Value<p> value[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      F::Reduce(Pass<p>(), n, column + i, kept[i], value[i], WideElement(At<I>(x), i)..., WideElement(At<J>(c), i)...);
+      F::Reduce(Pass<p>(), n, column + i, column, kept[i], value[i], WideElement(At<I>(x), i)...,
+                WideElement(At<J>(c), i)...);
     }
     Stages::template Add<p>(sum, Fold(value, typename Stages::template CombineReduced<p>()));
   }
@@ -171,14 +172,28 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     }
   }
 
-  // Calls f(i, column) for each pack of this thread in a tile of the row, which begins at `begin`. Only the last pack of a thread
-  // may be absent, unless the row is cut into tiles.
+  // Packs of a sector, where threads count from one; else 1.
+  template <int N, int kEnds> static constexpr int SectorPacks() {
+    if (!OfSectors(kEnds)) return 1;
+    int least = 8;
+    for (const int bytes : {8, static_cast<int>(sizeof(R))..., static_cast<int>(sizeof(Y))...}) {
+      if (bytes < least) least = bytes;
+    }
+    return kSectorBytes / (N * least);
+  }
+  template <int N, int kEnds> static __device__ __forceinline__ Body BodyOfRow(const Args& a, int64_t row, int most) {
+    return BodyOf<N, kEnds, SectorPacks<N, kEnds>()>(row, a.width, most);
+  }
+
+  // Calls f(i, column) for each pack of this thread in a tile of the row, which begins at `begin`. Only the first pack of the row's
+  // first threads and the last pack of a thread may be absent, unless the row is cut into tiles.
   template <int N, int kGroup, int kPacks, int kEnds, bool kTiles, class Do>
   static __device__ __forceinline__ void EachPack(const Body& body, int lane, int begin, Do f) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int column = begin + (lane + i * kGroup) * N;
-      if (kEnds == kWhole || (!kTiles && i < kPacks - 1) || column < body.end) f(i, column);
+      const bool begun = SectorPacks<N, kEnds>() == 1 || i > 0 || column >= body.begin;
+      if (begun && (kEnds == kWhole || (!kTiles && i < kPacks - 1) || column < body.end)) f(i, column);
     }
   }
 
@@ -204,7 +219,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
           if constexpr (decltype(pass)::value > 0 && kForgets<N, kPacks>) ForgetAll(packs.x[i], RowIndex());
           f(column, packs.x[i], packs.kept[i]);
         });
-        if (!kStreams || tile == body.begin) {
+        if (!kStreams || tile == body.first) {
           EachEdge<kEdge, kGroup>(a, body, lane, [&](int k, int column) { f(column, edges.x[k], edges.kept[k]); });
         }
       };
@@ -212,7 +227,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
         const auto reduce = [&](auto pass) {
           constexpr int p = decltype(pass)::value;
           Reduced<p> sum = F::Identity(pass, n);
-          ReduceAll<p, kEnds>(a, n, sum, [&](auto pass, auto f) { each(body.begin, pass, f); });
+          ReduceAll<p, kEnds>(a, n, sum, [&](auto pass, auto f) { each(body.first, pass, f); });
           F::After(pass, n, JoinLanes<kLanes>(sum, typename Stages::template CombineReduced<p>()));
         };
         reduce(Pass<F::FirstPass(s)>());
@@ -224,7 +239,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
         };
         if constexpr (kStreams) {
           TileRuns<F, s> runs(n);
-          for (int tile = body.begin; tile < body.TilesEnd(); tile += kGroup * kPacks * N) {
+          for (int tile = body.first; tile < body.TilesEnd(); tile += kGroup * kPacks * N) {
             EachPack<N, kGroup, kPacks, kEnds, kStreams>(body, lane, tile, [&](int i, int column) {
               Load<N>(a, n, at, column, packs.x[i], policy, RowIndex());
             });
@@ -233,7 +248,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
           }
           sum = runs.Total();
         } else {
-          reduce(body.begin, sum);
+          reduce(body.first, sum);
         }
         const Partial<s> own = sum;
         Stages::template Join<s, kLanes, kThreads>(sum, turn, cluster);
@@ -272,8 +287,8 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     Slots<ResultIndex, Own<Y>[N]...> value;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      F::Result(n, column + i, kept[i], WideElement(At<I>(x), i)..., WideElement(At<J>(c), i)..., At<K>(value)[i]...,
-                At<L>(term)[i]...);
+      F::Result(n, column + i, column, kept[i], WideElement(At<I>(x), i)..., WideElement(At<J>(c), i)...,
+                At<K>(value)[i]..., At<L>(term)[i]...);
       (StoreElement(At<K>(y), i, At<K>(value)), ...);
     }
     if (!live) return;
@@ -314,7 +329,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
   template <int N, int kEnds> struct Walk {
     int64_t first, step;
     __device__ __forceinline__ Walk(int64_t walker, int64_t walkers) : first(walker), step(walkers) {
-      if constexpr (kEnds == kRagged && kColumnSums > 0) {
+      if constexpr (IsRagged(kEnds) && kColumnSums > 0) {
         step = N * ((walkers - walker % N + N - 1) / N);
       }
     }
@@ -339,7 +354,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     const int lane = Own::Lane();
     if constexpr (Own::kGroups == 1) {
       EachPack<N, Own::kGroup, kPacks, kEnds, false>(
-          body, lane, body.begin, [&](int i, int column) { WriteSums<L, N>(a, sums, i, column, Own::Walker()); });
+          body, lane, body.first, [&](int i, int column) { WriteSums<L, N>(a, sums, i, column, Own::Walker()); });
       EachEdge<kEdge, Own::kGroup>(a, body, lane,
                                    [&](int k, int column) { WriteSums<L, 1>(a, edge_sums, k, column, Own::Walker()); });
       ClearMissing(static_cast<SumType<L>*>(a.sum[L]), a.width, a.walkers, Own());
@@ -418,7 +433,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
       const int64_t row = a.template Row<kRuns>(live ? first + group : a.rows - 1);
       const int64_t at[kRows + 1] = {MapRow<F::RowRank(I)>(a.row_map[I], row)..., 0},
                                to[kResults + 1] = {MapRow<F::ResultRank(K)>(a.result_map[K], row)..., 0};
-      const Body body = BodyOf<N, kEnds>(row, a.width, kMost);
+      const Body body = BodyOfRow<N, kEnds>(a, row, kMost);
       Held<N, kPacks> packs;
       Held<1, kEdge> edges;
       Numbers n;
@@ -426,7 +441,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
       EachEdge<kEdge, kGroup>(a, body, lane,
                               [&](int k, int column) { Load<1>(a, n, at, column, edges.x[k], policy, RowIndex()); });
       if constexpr (!kStreams) {
-        EachPack<N, kGroup, kPacks, kEnds, kStreams>(body, lane, body.begin, [&](int i, int column) {
+        EachPack<N, kGroup, kPacks, kEnds, kStreams>(body, lane, body.first, [&](int i, int column) {
           Load<N>(a, n, at, column, packs.x[i], policy, RowIndex());
         });
         if constexpr (kStays && kLanes < 0) {
@@ -440,7 +455,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
       RunStages<0, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, body, n, packs, edges, policy, turn,
                                                                  cluster);
       if constexpr (kResults + kColumnSums > 0) {
-        for (int tile = body.begin; tile < (kStreams ? body.TilesEnd() : body.begin + 1); tile += kGroup * kPacks * N) {
+        for (int tile = body.first; tile < (kStreams ? body.TilesEnd() : body.first + 1); tile += kGroup * kPacks * N) {
           if constexpr (kStreams) {
             EachPack<N, kGroup, kPacks, kEnds, kStreams>(body, lane, tile, [&](int i, int column) {
               Load<N>(a, n, at, column, packs.x[i], policy, RowIndex());
@@ -463,7 +478,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
       }
       if constexpr (!kStays) break;
     }
-    const Body body = BodyOf<N, kEnds>(walk.first, a.width, kMost);
+    const Body body = BodyOfRow<N, kEnds>(a, walk.first, kMost);
     (WriteColumnSums<L, N, kLanes, kPacks, kThreads, kEnds, kEdge>(a, sums, edge_sums, body), ...);
     (WriteTotals<T_, kThreads, Own>(a, totals), ...);
   }

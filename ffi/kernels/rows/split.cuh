@@ -71,7 +71,7 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
     for (int64_t row = walk.first; row < a.rows; row += walk.step, ++turn) {
       const int64_t at[kRows + 1] = {MapRow<F::RowRank(I)>(a.row_map[I], row)..., 0},
                                to[kResults + 1] = {MapRow<F::ResultRank(K)>(a.result_map[K], row)..., 0};
-      const Body body = BodyOf<N, kEnds>(row, a.width, 1 << 30);
+      const Body body = Engine::template BodyOfRow<N, kEnds>(a, row, 1 << 30);
       typename Engine::template Held<N, kPacks> packs;
       typename Engine::template Held<1, kEdge> edges;
       const auto begin = [&] {
@@ -79,7 +79,7 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
       };
       Numbers n;
       if constexpr (Engine::AnyGuarded()) n = begin();
-      const int64_t first = body.begin + part * kTile;
+      const int64_t first = body.first + part * kTile;
       const auto each_pack = [&](int64_t tile, auto f) {
         Engine::template EachPack<N, kThreads, kPacks, kEnds, true>(body, lane, static_cast<int>(tile), f);
       };
@@ -143,9 +143,9 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
       }
     }
     if constexpr (kLast) {
-      const Body body = BodyOf<N, kEnds>(walk.first, a.width, 1 << 30);
+      const Body body = Engine::template BodyOfRow<N, kEnds>(a, walk.first, 1 << 30);
       Engine::template EachPack<N, kThreads, kPacks, kEnds, true>(
-          body, lane, body.begin + static_cast<int>(part) * kTile,
+          body, lane, body.first + static_cast<int>(part) * kTile,
           [&](int i, int column) { (Engine::template WriteSums<L, N>(a, sums, i, column, walker), ...); });
       if (part == 0) {
         Engine::template EachEdge<kEdge, kThreads>(a, body, lane, [&](int k, int column) {

@@ -161,7 +161,7 @@ struct StridedRows {
   __device__ __forceinline__ Value<p> ValueOf(int k, int element, int i, const Numbers& numbers, Types<C...>,
                                               std::index_sequence<I...>, std::index_sequence<J...>) {
     Value<p> value;
-    F::Reduce(Pass<p>(), numbers, element, held[k].kept[0][i], value, WideElement(At<I>(held[k].x[0]), i)...,
+    F::Reduce(Pass<p>(), numbers, element, element, held[k].kept[0][i], value, WideElement(At<I>(held[k].x[0]), i)...,
               Wide<C>(static_cast<const C*>(a.rows.column[J])[element])...);
     return value;
   }
@@ -258,7 +258,7 @@ struct StridedRows {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         Slots<std::index_sequence<L...>, S...> term;
-        F::Result(n[i], element, held[k].kept[0][i], WideElement(At<I>(held[k].x[0]), i)...,
+        F::Result(n[i], element, element, held[k].kept[0][i], WideElement(At<I>(held[k].x[0]), i)...,
                   Wide<C>(static_cast<const C*>(a.rows.column[J])[element])..., At<K>(value)[i]..., At<L>(term)...);
         (StoreElement(At<K>(y), i, At<K>(value)), ...);
         ((At<L>(sum) += Has(i) ? At<L>(term) : S(0)), ...);

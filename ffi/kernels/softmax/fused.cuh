@@ -29,16 +29,15 @@ constexpr uint32_t kHasBias = 1, kHasWideBias = 2, kHasMask = 4, kHasCausal = 8,
 // Requires the softmax axis to be the last dimension (inner is 1) and fewer than 2^31 rows.
 struct FusedParams : SoftmaxParams {
   const void* bias;
-  const void* scale;    // in the computing type, constant along a row; null: 1
-  const uint32_t* key;  // two words; if key_per_row, four words per row: two of the key, the row's number, one unused
+  const void* scale;            // in the computing type, constant along a row; null: 1
+  const uint32_t *key0, *key1;  // a word each
   BroadcastView bias_view, scale_view;
   double kept_inverse;  // 1 / (fraction of elements that dropout keeps)
   uint32_t threshold;   // drop threshold, out of 2^16: see philox.h
   FastDivmod matrix;    // divides by the size of the dimension before the last
   FastDivmod turn;      // by_runs: divides by kRun * the number of matrices
-  bool key_per_row;
-  bool unscaled;  // the gradient is not multiplied by the scale
-  bool by_runs;   // rows are taken in the order of RowAt, not in memory order
+  bool unscaled;        // the gradient is not multiplied by the scale
+  bool by_runs;         // rows are taken in the order of RowAt, not in memory order
 
   // Returns the causal limit of `row`: columns below it take part. The last row of a matrix takes all columns, each row
   // before it one fewer.
@@ -58,7 +57,7 @@ struct FusedParams : SoftmaxParams {
     return rest / kRun * matrix.divisor + round * kRun + rest % kRun;
   }
 };
-static_assert(sizeof(FusedParams) == 680, "plan.py lays it out");
+static_assert(sizeof(FusedParams) == 688, "plan.py lays it out");
 
 // Replicates sign bits over bytes. Each hexadecimal digit of `which` selects the source of one byte of the result:
 // digit 8 + b is the sign bit of byte b of `word`, replicated eight times.
@@ -136,9 +135,8 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     scale = 1;
     if (p.scale) scale = __ldg(static_cast<const C*>(p.scale) + p.scale_view.outer_map.Below32Bits(row));
     if constexpr (kDrops) {
-      const uint32_t* const words = p.key + (p.key_per_row ? 4 * int64_t{row} : 0);
-      key[0] = __ldg(words), key[1] = __ldg(words + 1);
-      number = p.key_per_row ? __ldg(words + 2) : row;
+      key[0] = __ldg(p.key0), key[1] = __ldg(p.key1);
+      number = row;
     }
   }
   static __device__ __forceinline__ uint32_t Ordered(const FusedParams& params, uint32_t at) {

@@ -1,18 +1,5 @@
-// Softmax with a row held in registers: the algorithms sub_warp, warp, block and cluster.
-//
-//     SoftmaxRegisters    a row per group of lanes, per block or per cluster
-//     SoftmaxStaged       narrow rows that do not begin on 16 bytes
-//
-// Both read p.input and write p.out. Memory traffic: one read and one write of each row.
-//
-// SoftmaxRegisters: a row belongs to a group of kLanes threads, to a block (kBlockLanes) or to a cluster of blocks
-// (kClusterLanes, sm_90). Thread t of the group holds packs t, t + group, ..., kPacks of them, of kRows rows. All loads
-// are issued before the first use. A row of a block takes one barrier: each warp contributes its Stat, and every thread
-// merges them in the same order. The blocks of a cluster merge theirs in the same way through distributed shared
-// memory.
-//
-// SoftmaxStaged: the rows of a block are contiguous. They are copied to and from shared memory as 16-byte vectors, and
-// each group reads its row there at its own alignment.
+// Softmax with a row held in registers: the algorithms sub_warp, warp, block and cluster. A row belongs to a group of lanes, to a block
+// or to a cluster. Memory traffic: one read and one write of each row.
 #pragma once
 
 #include "common/async.cuh"
@@ -24,7 +11,6 @@ constexpr int kBlockLanes = 0, kClusterLanes = -1;
 
 constexpr int kWarpThreads = 128;
 constexpr int kBlockThreads = 512;  // maximum
-constexpr int kStagedElements = 8;  // per lane
 
 // Minimum number of blocks of 512 threads per multiprocessor, which limits a thread to 64 or 128 registers.
 template <class Op, int kPacks, bool kManyRegisters> constexpr int kMinBlocks =
@@ -167,76 +153,6 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpThreads : kBlockThreads,
     }
     row.StoreAll(static_cast<O*>(p.out), result, lane, lanes);
     row.template Close<kLanes>(raw[u][0], stat, lane);
-  }
-}
-
-// Rows of at most kLanes * kStagedElements elements. A block has `rows_per_block` rows in shared memory at once; each
-// of the inputs has `room_packs` packs. The output replaces input 0. Op: operation; see ops.cuh. kLanes: threads of a
-// row. kMasked: p.mask is applied.
-template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(kWarpThreads)
-    SoftmaxStaged(const __grid_constant__ SoftmaxParams p, int rows_per_block, int room_packs) {
-  using T = typename Op::T;
-  using C = typename Op::C;
-  constexpr int N = kVector<T>, kHeld = kStagedElements, kGroups = kWarpThreads / kLanes;
-  extern __shared__ __align__(128) char shared_bytes[];
-  auto* const room = reinterpret_cast<Pack<T, N>*>(shared_bytes);  // [kInputs][room_packs]
-
-  // The rows of the block, as one contiguous row.
-  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
-  const int rows = static_cast<int>(min(int64_t{rows_per_block}, p.rows - first_row));
-  const int width = static_cast<int>(p.width);
-  const Row<T, N, int> stretch(first_row * p.width, rows * width, 0, N);
-  const int packs = stretch.Count();
-  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-#pragma unroll
-  for (int k = 0; k < Op::kInputs; ++k) {
-    for (int i = threadIdx.x; i < packs; i += kWarpThreads) {
-      room[k * room_packs + i] =
-          stretch.Load(static_cast<const T*>(p.input[k]), i, FromCompute<T>(Op::Neutral(k)), policy);
-    }
-  }
-  __syncthreads();
-
-  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
-  for (int turn = 0; turn < rows_per_block; turn += kGroups) {
-    const int r = turn + group;
-    T* elements[Op::kInputs];
-#pragma unroll
-    for (int k = 0; k < Op::kInputs; ++k) {
-      elements[k] = reinterpret_cast<T*>(room + k * room_packs) + stretch.shift + r * width;
-    }
-    typename Op::template Tile<kHeld, 1> tile;
-    bool takes_part[kHeld];
-    int64_t mask_row = 0;
-    if constexpr (kMasked) mask_row = p.mask_view.outer_map(first_row + min(r, rows - 1));
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int e = lane + i * kLanes;
-      takes_part[i] = r < rows && e < width;
-      if constexpr (kMasked) takes_part[i] = takes_part[i] && p.mask[mask_row + e * p.mask_view.axis_stride];
-      C v[Op::kInputs][1];
-      Pack<T, 1> raw[Op::kInputs];
-#pragma unroll
-      for (int k = 0; k < Op::kInputs; ++k) {
-        const T x = takes_part[i] ? elements[k][e] : FromCompute<T>(Op::Neutral(k));
-        v[k][0] = ToCompute(x);
-        raw[k] = Filled<T, 1>(x);
-      }
-      tile.Set(i, v, raw, false);
-    }
-    const typename Op::Final final = Op::Finish(tile.template Reduce<kLanes>([](C max) { return max; }));
-    __syncwarp();  // all lanes of the group that read the row must have done so before it is overwritten
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int e = lane + i * kLanes;
-      C out[1];
-      tile.Get(i, final, out);
-      if (r < rows && e < width) elements[0][e] = FromCompute<T>(takes_part[i] ? out[0] : Op::Masked());
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < packs; i += kWarpThreads) {
-    stretch.Store(static_cast<T*>(p.out), i, room[i]);
   }
 }
 

@@ -1,5 +1,5 @@
 // How the kernels of the softmax family read and write a row: its packs as inputs of an Op, with the mask applied.
-// SoftmaxRow has no kernels of its own; registers.cuh, stream.cuh and pipeline.cuh use it.
+// SoftmaxRow has no kernels of its own; registers.cuh and stream.cuh use it.
 #pragma once
 
 #include "common/broadcast.h"

@@ -35,7 +35,7 @@ template <int kArgs, int kIndices> struct ScoreParams : FusedParams {
   const int32_t* origin;           // start of this part of the array, per index; null: zeros
   void* ds;                        // output of the gradient by the scores, or null
 };
-static_assert(sizeof(ScoreParams<2, 3>) == 680 + 2 * (8 + 88) + 3 * 24 + 16, "plan.py lays it out");
+static_assert(sizeof(ScoreParams<2, 3>) == 688 + 2 * (8 + 88) + 3 * 24 + 16, "plan.py lays it out");
 
 // Converts the bits of an element to the type that a functor takes.
 template <class T> __device__ __forceinline__ auto WidenBits(uint64_t bits) {

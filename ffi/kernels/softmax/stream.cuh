@@ -1,11 +1,5 @@
-// Softmax of rows of any width: the algorithms streaming and split. Both read a row twice and write it once.
-//
-//     SoftmaxStreaming    a block per row: one pass computes the row's Stat, a second one reads the row again and
-//                         writes
-//     SoftmaxPartials,    gridDim.x blocks per row: SoftmaxPartials writes one Stat per block to scratch, SoftmaxApply
-//     SoftmaxApply        merges them in a fixed order and writes. With few rows the second read comes from L2
-//
-// They read p.input and write p.out, rows of p.width elements. Packs of one element (N = 1) serve unaligned arrays.
+// Softmax of rows of any width: the algorithm streaming. A block has a row: one pass computes the row's Stat, a second one reads the row
+// again and writes. Packs of one element (N = 1) serve unaligned arrays.
 #pragma once
 
 #include "softmax/row.cuh"
@@ -81,42 +75,6 @@ template <class Op, class RowOf> __global__ void __launch_bounds__(kStreamThread
   auto final = Op::Finish(RangeStat<Op>(row, 0, packs));
   row.Scale(final);
   MapRange<Op>(row, static_cast<typename RowOf::O*>(p.out), final, 0, packs);
-}
-
-// Packs [begin, end) of row blockIdx.y that belong to this block.
-template <class RowOf> __device__ __forceinline__ void SplitRange(const RowOf& row, int64_t* begin, int64_t* end) {
-  const int64_t packs = row.span.Count();
-  const int64_t each = (packs + gridDim.x - 1) / gridDim.x;
-  *begin = min(packs, each * blockIdx.x);
-  *end = min(packs, *begin + each);
-}
-
-// The two kernels of split. Op: operation. N: elements of a pack. kMasked: p.mask is applied. partials: [rows,
-// gridDim.x].
-template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kStreamThreads, 2)
-    SoftmaxPartials(const __grid_constant__ SoftmaxParams p, typename Op::Stat* partials) {
-  static_assert(kStatSizes<typename Op::T>, "plan.py");
-  using RowOf = SoftmaxRow<Op, N, kMasked, int64_t>;
-  const RowOf row(p, blockIdx.y);
-  int64_t begin, end;
-  SplitRange(row, &begin, &end);
-  const auto stat = RangeStat<Op>(row, begin, end);
-  if (threadIdx.x == 0) partials[static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x] = stat;
-}
-
-template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kStreamThreads, 2)
-    SoftmaxApply(const __grid_constant__ SoftmaxParams p, const typename Op::Stat* partials) {
-  using RowOf = SoftmaxRow<Op, N, kMasked, int64_t>;
-  const RowOf row(p, blockIdx.y);
-  typename Op::Stat stat = Op::Identity();
-  for (int i = threadIdx.x; i < gridDim.x; i += kStreamThreads) {
-    stat = Op::Merge(stat, partials[static_cast<int64_t>(blockIdx.y) * gridDim.x + i]);
-  }
-  __shared__ typename Op::Stat room[kStreamThreads / kWarp];
-  stat = ReduceBlock<Op>(Op::template MergeLanes<kWarp>(stat), room);
-  int64_t begin, end;
-  SplitRange(row, &begin, &end);
-  MapRange<Op>(row, static_cast<typename RowOf::O*>(p.out), Op::Finish(stat), begin, end);
 }
 
 }  // namespace jaxkern

@@ -256,7 +256,7 @@ class Core:
         """{pass that reduces the maximum of v: the number q}, where the next pass sums products with exp(v - q)."""
         found = {}
         for p, (first, second) in enumerate(itertools.pairwise(self.passes)):
-            if p - 1 in found or {s.name for s in first} != {"reduce_max"}:  # others than the maximum are picks
+            if p - 1 in found:
                 continue
             exps = {self._exponential(s.operands[0], p) if s.name == "reduce_sum" else None for s in second}
             exp = exps.pop()
@@ -270,7 +270,8 @@ class Core:
             x, q = sub.operands
             while q.is_row and q in self.step_of and self.step_of[q].name in MOVES:
                 q = self.step_of[q].operands[0]
-            maxima = [s for s in first if source(self.step_of, s.operands[0]) is source(self.step_of, x)]
+            same = lambda s: source(self.step_of, s.operands[0]) is source(self.step_of, x)
+            maxima = [s for s in first if s.name == "reduce_max" and same(s)]
             if not maxima or q not in self.members:
                 continue
             first.sort(key=lambda s: s is not maxima[0])  # the kernel finds it there

@@ -18,10 +18,10 @@ from jaxkern._engines.rows.core import Core
 from jaxkern._engines.rows.program import Program, evaluate
 
 
-def trace(f, avals, axis, label, name="row_kernel", algorithm="auto"):
+def trace(f, avals, axis, label, name="row_kernel", algorithm="auto", replaces=False):
     """The `RowFunction` of f for arrays of these types, and the arrays that f closes over, its further operands.
 
-    axis: the row, counted from the last dimension, so negative. name, algorithm: as for `RowFunction`.
+    axis: the row, counted from the last dimension, so negative. name, algorithm, replaces: as for `RowFunction`.
 
     Returns (function, captured, structure of what f returns).
     """
@@ -39,7 +39,7 @@ def trace(f, avals, axis, label, name="row_kernel", algorithm="auto"):
         if kept:
             types = [jax.ShapeDtypeStruct(jnp.shape(c), jnp.result_type(c)) for c in captured]
             closed = jax.make_jaxpr(with_consts)(*avals, *types)
-    function = RowFunction(closed, _row_of(closed, len(avals), axis), label, name, algorithm)
+    function = RowFunction(closed, _row_of(closed, len(avals), axis), label, name, algorithm, replaces)
     return function, captured, jax.tree.structure(shapes)
 
 
@@ -74,18 +74,22 @@ class RowFunction:
 
     closed: the jaxpr. row: (array, dimension) that is the row, or None; results are numbered after the operands. label: names
     the public function and the user's, for errors. name: the name of the operation and its primitives. algorithm: the one that
-    its caller forces, or "auto". roles: a `Roles`, or None. variant: None, or a function that returns the same function
-    as XLA runs it fastest, on a CPU for "cpu" and elsewhere for "xla". avals, results: the types of its operands and results.
+    its caller forces, or "auto". replaces: whether it stands for operations of a plain program, which is exported plain; see
+    `accelerate`. roles: a `Roles`, or None. variant: None, or a function that returns the same function as XLA runs it fastest, on a
+    CPU for "cpu" and elsewhere for "xla". avals, results: the types of its operands and results.
+    tangent: None, or how it is differentiated instead of its jaxpr: tangent(wrt) is the function of (*results, *operands,
+    *tangents of the operands at `wrt`) that returns the tangents of its results. `name` and the jaxpr determine it.
     """
 
-    roles = variant = None
+    roles = variant = tangent = None
 
-    def __init__(self, closed, row, label, name="row_kernel", algorithm="auto"):
+    def __init__(self, closed, row, label, name="row_kernel", algorithm="auto", replaces=False):
         self.closed, self.row, self.label, self.name, self.algorithm = closed, row, label, name, algorithm
+        self.replaces = replaces
         self.avals = [v.aval for v in closed.jaxpr.invars]
         self.results = [v.aval for v in closed.jaxpr.outvars]
         shapes = " ".join(f"{a.dtype.name}{list(a.shape)}" for a in self.avals)
-        content = "\n".join((name, algorithm, shapes, str(row), canonical.text_of(closed)))
+        content = "\n".join((name, algorithm, str(replaces), shapes, str(row), canonical.text_of(closed)))
         self._digest = hashlib.sha256(content.encode()).hexdigest()
 
     def __eq__(self, other):
@@ -193,7 +197,7 @@ class RowFunction:
         arrays = [(k, v) for k, v in enumerate(values) if k in used]
         arrays += [(len(avals) + k, v) for k, (v, _) in enumerate(wanted)]
         where = next(((k, v.dims.index(row)) for k, v in arrays if row in v.dims), None)
-        return RowFunction(closed, where, self.label, self.name, self.algorithm)
+        return RowFunction(closed, where, self.label, self.name, self.algorithm, self.replaces)
 
     def output_roles(self) -> tuple:
         """The roles of the outputs of a kernel: of the results that are made of one alone, by conversions and reshapes."""
@@ -241,19 +245,19 @@ class RowFunction:
         """
         return _transpose(self, tuple(linear))
 
-    def batched(self, dims, size) -> "RowFunction":
-        """The function of operands that have a batch dimension first where dims is 0, not where it is None."""
-        return _batched(self, tuple(dims), size)
+    def batched(self, mapped, size, at=0) -> "RowFunction":
+        """The function of operands of which those that are mapped have one more dimension, at this place."""
+        return _batched(self, tuple(mapped), size, at)
 
     @property
     def inexact_results(self) -> tuple:
         return tuple(k for k, a in enumerate(self.results) if jnp.issubdtype(a.dtype, jnp.inexact))
 
 
-def _made(of, f, avals, operands, results, shifted=None):
+def _made(of, f, avals, operands, results, shifted=None, at=0):
     """The RowFunction of f. operands, results: the arrays of `of` whose dimensions its own have, by their numbers.
 
-    shifted: the numbers of those that have one more dimension, in front.
+    shifted: the numbers of those that have one more dimension, at this place.
     """
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
@@ -264,9 +268,10 @@ def _made(of, f, avals, operands, results, shifted=None):
         for k, number in enumerate((*operands, *results)):
             v = arrays[number]
             if program.row in v.dims and (k in used or k >= len(operands)):
-                row = (k, v.dims.index(program.row) + (shifted is not None and number in shifted))
+                dim = v.dims.index(program.row)
+                row = (k, dim + (shifted is not None and number in shifted and at <= dim))
                 break
-    return RowFunction(compat.without_unused(closed), row, of.label, of.name, of.algorithm)
+    return RowFunction(compat.without_unused(closed), row, of.label, of.name, of.algorithm, of.replaces)
 
 
 CACHED = 1024  # derivatives and batches that are kept
@@ -387,8 +392,14 @@ def _transpose(self, linear):
 
 
 @_derived(lambda _, operands, results, *__: (operands, results))
-def _batched(self, dims, size):
-    avals = [jax.ShapeDtypeStruct((size, *a.shape) if d == 0 else a.shape, a.dtype) for a, d in zip(self.avals, dims)]
-    mapped = [k for k, d in enumerate(dims) if d == 0]
-    batched = jax.vmap(self.__call__, [0 if d == 0 else None for d in dims])
-    return _made(self, batched, avals, range(len(dims)), self._results(), {*mapped, *self._results()})
+def _batched(self, mapped, size, at):
+    larger = lambda a: jax.ShapeDtypeStruct((*a.shape[:at], size, *a.shape[at:]), a.dtype)
+    avals = [larger(a) if m else a for a, m in zip(self.avals, mapped)]
+    numbers = [k for k, m in enumerate(mapped) if m]
+    batched = jax.vmap(self.__call__, [at if m else None for m in mapped], at)
+    found = _made(self, batched, avals, range(len(mapped)), self._results(), {*numbers, *self._results()}, at)
+    if self.tangent is not None:
+        # A tangent has the shape of the batch even where the operand has none.
+        given = (*(True for _ in self.results), *mapped)
+        found.tangent = lambda wrt: self.tangent(wrt).batched((*given, *(mapped[k] for k in wrt)), size, at)
+    return found

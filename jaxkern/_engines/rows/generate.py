@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxkern._core import cpp, functor
 from jaxkern._core.cpp import cpp_type
+from jaxkern._core.draws import draw_in_pack_p
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import INDICES, MOVES, NOT_ELEMENTWISE, REDUCTIONS, Constant, compute, widened
 from jaxkern._engines.rows.guards import guards
@@ -46,7 +47,7 @@ def source(core, name, keeps=False) -> Source:
 
 class _Writer:
     """Writes the struct `name`. Expressions in it: n.x is a number of the row, k.x a kept value, r0, c0, ... are an element of
-    each row and column, m0, ... the numbers that are read, n.i0, ... places along other dimensions, `at` is the place in the row.
+    each row and column, m0, ... the numbers that are read, n.i0, ... other places, `at` and `first` those of the element and its pack.
     """
 
     def __init__(self, core, name, keeps):
@@ -179,6 +180,7 @@ class _Writer:
             f"Pass<{p}>",
             "const Numbers& n",
             "int32_t at",
+            "int32_t first",
             "Kept& k",
             f"{value}& p",
             *self.signature,
@@ -221,7 +223,7 @@ class _Writer:
         outs = [f"y{k}" for k in range(len(wanted))]
         given = self._given_in(len(self.core.passes))
         body = self._call(f"{self.name}Result", wanted, given, outs) if wanted else ""
-        arguments = ["const Numbers& n", "int32_t at", "const Kept& k", *self.signature]
+        arguments = ["const Numbers& n", "int32_t at", "int32_t first", "const Kept& k", *self.signature]
         arguments += [f"{_type(v)}& {y}" for v, y in zip(wanted, outs)]
         return f"  static JAXKERN_FN void Result({', '.join(arguments)}) {{ {body} }}"
 
@@ -277,6 +279,10 @@ class _Writer:
             for step in order:
                 if self._is_identity(step):
                     env[step.result] = read(step.operands[0])
+                elif step.name == "draw" and ("first", step) in env:
+                    place, *rest = (jax.lax.convert_element_type(read(x), np.uint32) for x in step.operands)
+                    first = jax.lax.convert_element_type(env["first", step], np.uint32)
+                    env[step.result] = draw_in_pack_p.bind(place, first, *rest)
                 elif self._divides(step):
                     x, y = map(read, step.operands)
                     inverse, scale = (env.get((part, step.operands[1])) for part in ("inverse", "scale"))
@@ -288,7 +294,8 @@ class _Writer:
                     env.update(zip(step.results, compute(step, [read(x) for x in step.operands])))
             return [jnp.asarray(read(v)) for v in wanted]
 
-        dtype = lambda v: np.dtype(np.float32) if isinstance(v, tuple) else computing(v.dtype)
+        part = lambda name: INDEX if name == "first" else np.dtype(np.float32)
+        dtype = lambda v: part(v[0]) if isinstance(v, tuple) else computing(v.dtype)
         types = [INDEX if v in places else dtype(v) for v in leaves]
         outs = [computing(np.dtype(v.aval.dtype)) for v in wanted]
         coarse = all(map(self.core.is_coarse, order))
@@ -300,7 +307,8 @@ class _Writer:
     def _inputs(self, wanted, given):
         """({value: expression} of the inputs of a functor, the steps that it computes in order).
 
-        The inverse of a divisor and its scale are the inputs ("inverse", divisor) and ("scale", divisor).
+        The inverse of a divisor and its scale are the inputs ("inverse", divisor) and ("scale", divisor); where a pack begins, for
+        the random bits of a step, is ("first", step).
         """
         leaves, order, found = {}, [], set()
 
@@ -320,6 +328,8 @@ class _Writer:
                 return
             for x in step.operands[:1] if self._is_identity(step) else step.operands:
                 find(x)
+            if step.name == "draw" and step.operands[0].is_row:
+                leaves["first", step] = "first"
             if self._divides(step):
                 y = step.operands[1]
                 for part, members in (("inverse", self.core.inverses), ("scale", self.core.scales)):

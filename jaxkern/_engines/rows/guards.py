@@ -71,6 +71,8 @@ class _Search:
                 self.known[v] = not v.is_row
             elif step.name in INDICES:
                 self.known[v] = True
+            elif step.name == "draw":  # whole packs are rarely dropped
+                self.known[v] = False
             else:
                 reduces = step.name in REDUCTIONS and self.core.program.over(step)
                 self.known[v] = not reduces and all(map(self._is_known, step.operands))

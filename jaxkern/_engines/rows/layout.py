@@ -27,6 +27,7 @@ class Problem(typing.NamedTuple):
     inner: rows that lie side by side, if the row is not the last dimension; pack counts rows then. For such problems, numbers:
     words of the numbers of a row. partial: bytes of what a thread reduces of it. stores: whether results have elements of rows.
     shifts: if rows side by side are no whole packs, elements so far apart start at the same place of a pack; 1 otherwise.
+    pivots: whether a maximum and exponentials relative to it take one stage.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class Problem(typing.NamedTuple):
     partial: int = 8
     stores: bool = True
     shifts: int = 1
+    pivots: bool = False
 
     @property
     def strided(self) -> bool:
@@ -89,6 +91,9 @@ def choose(problem, device=None) -> str:
         return "split" if parts_of(problem, device) > 1 else "strided"
     keep = (a for a in IN_REGISTERS if problem.kept and _layout(a, problem, tuning.KEPT_WORDS, device))
     found = next(keep, None) or next(a for a in ALGORITHMS if fits(a, problem, device))
+    if found in ("block", "cluster") and not problem.sums and problem.width * problem.bytes >= tuning.SPREAD_BYTES:
+        idle = lambda a: _idle(layout(a, problem, device), problem, device)
+        found = next(a for a in (found, "cluster", "split") if fits(a, problem, device) and not idle(a))
     if found == "streaming" and (device is None or problem.rows < tuning.SPLIT_ROWS * device.sm_count):
         return "split"
     if found == "cluster" and problem.stages == 1 and not problem.stores:
@@ -97,6 +102,11 @@ def choose(problem, device=None) -> str:
         if resident(how, problem, 0, False, device) < tuning.REDUCING_BLOCKS:
             return "split"
     return found
+
+
+def _idle(how, problem, device) -> bool:
+    """Whether less than half of a GPU has blocks in a layout of few rows; None: rows are split."""
+    return how is not None and device is not None and 2 * problem.rows * how.cluster <= device.sm_count
 
 
 def shares(how, problem) -> bool:
@@ -117,9 +127,21 @@ def resident(how, problem, shared, stays, device) -> int:
     """
     sums = 0 if shared else problem.sums
     packs = how.packs + (problem.width % problem.pack != 0)  # room for elements in no pack, and to shift columns
-    words = packs * problem.pack * max((problem.bytes + sums) / 4, problem.kept)
+    kept = problem.kept * (how.keeps or how.packs * problem.pack * problem.kept <= tuning.KEPT_WORDS)
+    words = packs * problem.pack * max((problem.bytes + sums) / 4, kept)
     few = shared or not stays  # registers are enough
     registers = next(r for most, r in (tuning.FEW_REGISTERS if few else tuning.REGISTERS) if words <= most)
+    at_once = problem.rows * how.cluster <= tuning.AT_ONCE_BLOCKS * device.sm_count
+    if (
+        how.cluster > 1
+        and not stays
+        and at_once
+        and words <= tuning.AT_ONCE_WORDS
+        and problem.width % problem.pack == 0
+    ):
+        registers = min(registers, 64)
+    if packs > how.packs and how.packs * problem.pack * kept > tuning.RAGGED_WORDS and not problem.sums:
+        registers = 168
     blocks = min(2048, 65536 // registers) // how.threads
     if shared:
         blocks = min(blocks, device.shared_memory // (shared + tuning.COLUMN_BYTES))
@@ -167,7 +189,10 @@ def _block(_, problem, most_kept, device) -> Layout | None:
         how = Layout(0, _packs(problem, threads), threads)
         most = tuning.NARROW_WORDS if problem.narrow and _has_clusters(device) else tuning.BLOCK_WORDS
         most = most if threads < 1024 else most / 2
-        wide = threads >= 256 or how.packs * problem.pack <= 16 or _holds(how, problem, 16, most_kept)
+        elements = how.packs * problem.pack
+        if threads > 256 and elements > tuning.BLOCK_ELEMENTS and _has_clusters(device):
+            return None
+        wide = threads >= 256 or elements <= 16 or _holds(how, problem, 16, most_kept)
         if wide and _holds(how, problem, most, most_kept):
             return how
     return None
@@ -176,11 +201,14 @@ def _block(_, problem, most_kept, device) -> Layout | None:
 def _cluster(_, problem, most_kept, device) -> Layout | None:
     if not _has_clusters(device):
         return None
-    sizes = tuning.KEPT_CLUSTERS if most_kept is not None else ((w, None, b, t) for w, b, t in tuning.CLUSTERS)
+    own = tuning.PIVOT_CLUSTERS if problem.pivots and problem.stores else tuning.CLUSTERS
+    sizes = tuning.KEPT_CLUSTERS if most_kept is not None else [(w, None, b, t) for w, b, t in own]
     for words, kept, blocks, threads in sizes:
         if device is not None and blocks > device.sm_count:
             continue
         how = Layout(-blocks, _packs(problem, blocks * threads), threads, kept is not None)
+        if blocks < max(b for _, _, b, t in sizes if t == threads) and not problem.sums and _idle(how, problem, device):
+            continue
         room = how.packs * problem.pack * threads * problem.sums if shares(how, problem) else 0
         if _holds(how, problem._replace(sums=0), words, kept) and room <= tuning.SHARED_BYTES:
             return how

@@ -13,6 +13,7 @@ from jaxkern._engines.jaxpr import Value
 from jaxkern._engines.rows import tuning
 from jaxkern._engines.rows.generate import source
 from jaxkern._engines.rows.layout import (
+    ALGORITHMS,
     Layout,
     Problem,
     across,
@@ -52,7 +53,8 @@ def outputs(function) -> list:
 
 def _picked(function, problem, device) -> str:
     """The algorithm that the caller of the function forced, that is forced here, or that is chosen."""
-    if function.name in BY_HAND:  # which has algorithms of its own
+    own = BY_HAND.get(function.name)
+    if own is not None and not set(ALGORITHMS) <= set(own.ALGORITHMS):  # which are those of hand-written kernels
         return choose(problem, device)
     forced = algorithms.forced(function.name) if function.algorithm == "auto" else function.algorithm
     return algorithms.pick(function.name, forced, problem, device)
@@ -95,7 +97,8 @@ def plan(device, operands, results, *, function, alone=False):
     held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]
     narrow = any(o.dtype.itemsize == 1 for o in core.of_kind("row"))
     stores = bool(core.of_kind("row") or columns)
-    problem = Problem(rows, width, held, pack, summed, core.kept_words, len(core.stages), narrow, stores=stores)
+    more = {"narrow": narrow, "stores": stores, "pivots": bool(core.pivots)}
+    problem = Problem(rows, width, held, pack, summed, core.kept_words, len(core.stages), **more)
     algorithm = _picked(function, problem, device)
     own = _Rows(device, function, arrays, rows, width)
     launches = own.split if algorithm == "split" else functools.partial(own.launches, algorithm)
@@ -140,6 +143,19 @@ class _Rows(typing.NamedTuple):
             self.core, self.function.program, self.rows, self.width, walkers, sums, self.arrays, self.device
         )
 
+    def ends(self, problem, how, tiles) -> str:
+        """How rows end that are not the packs of all threads (RowEnds in packs.cuh). tiles: whether they are cut into tiles."""
+        core, pack = self.core, problem.pack
+        read = [self.function.program.operands[k].dtype for k in core.rows]
+        least = min((d.itemsize for d in (*read, *(o.dtype for o in core.of_kind("row")))), default=8)
+        sector, name = tuning.SECTOR_BYTES // (pack * least), "kRagged" if self.width % pack else "kPart"
+        # Rows that are read element by element may begin anywhere. Sums over rows belong to the same columns in all rows.
+        apart = pack == 1 or how.group < 32 or core.of_kind("columns")
+        if apart or sector < 2 or self.width * least % tuning.SECTOR_BYTES == 0:
+            return name
+        room = tiles or self.width // pack + sector - 1 <= how.group * how.packs
+        return f"{name}OfSectors" if room else name
+
     def launches(self, algorithm, problem):
         core, pack = self.core, problem.pack
         streams = algorithm == "streaming"
@@ -166,7 +182,7 @@ class _Rows(typing.NamedTuple):
         if code is None or walkers * cluster >= 1 << 31 or room + partials + how.threads * core.total_bytes > SHARED:
             return None
         sums, scratch, after = _sums(core, walkers, self.width)
-        ends = "kRagged" if self.width % pack else "kWhole" if self.width == how.group * elements else "kPart"
+        ends = "kWhole" if self.width == how.group * elements else self.ends(problem, how, streams)
         by_runs = _by_runs(core, self.function.program, self.rows, _moved(self.arrays), self.device)
         flags = ", ".join(str(f).lower() for f in (stays, streams, shared > 0, by_runs))
         name = f"RowsKernel<{NAME}, {pack}, {how.lanes}, {how.packs}, {how.threads}, {blocks}, {ends}, {flags}>"
@@ -176,10 +192,10 @@ class _Rows(typing.NamedTuple):
 
     def split(self, problem):
         core, pack, threads = self.core, problem.pack, tuning.SPLIT_THREADS
-        packs = next(
-            p for p in (4, 2, 1) if p == 1 or p * pack * (problem.bytes + problem.sums) / 4 <= tuning.SPLIT_WORDS
-        )
-        ragged, tile = self.width % pack != 0, threads * packs * pack
+        words = lambda packs: packs * pack * (problem.bytes + problem.sums) / 4
+        busy = lambda packs: self.rows * ceil_div(self.width, threads * packs * pack) >= self.device.sm_count
+        packs = next(p for p in (4, 2, 1) if p == 1 or words(p) <= tuning.SPLIT_WORDS and busy(p))
+        tile = threads * packs * pack
         parts = ceil_div(self.width, tile)
         walkers, most = self.rows, tuning.SPLIT_BLOCKS * self.device.sm_count
         if not core.of_kind("columns"):
@@ -196,7 +212,7 @@ class _Rows(typing.NamedTuple):
             scratch += ceil_div(size * self.rows * parts, 256) * 256
         sums, scratch, after = _sums(core, walkers, self.width, scratch)
         args = struct(self.arguments(walkers, sums), *partials, launch.null, i64(parts))
-        ends = "kRagged" if ragged else "kPart" if self.width % tile else "kWhole"
+        ends = "kWhole" if self.width % tile == 0 else self.ends(problem, Layout(0, packs, threads), True)
         blocks = resident(Layout(0, packs, threads), problem, 0, False, self.device)
         name = f"SplitRowsKernel<{NAME}, {pack}, {packs}, {threads}, {blocks}, {{}}, {ends}>"
         last = walkers * (parts if core.of_kind("row") or core.of_kind("columns") else 1)
@@ -343,7 +359,7 @@ def _by_runs(core, program, rows, moved, device) -> bool:
     """
     if core.of_kind("columns") or len(program.others) < 2 or program.others[-1].size % tuning.RUN or rows >= 1 << 31:
         return False
-    far = device.l2_bytes * rows // (2 * moved)  # rows whose arrays fill half of L2
+    far = device.l2_bytes * rows // (4 * moved)  # rows whose arrays fill a quarter of L2
     for k in core.rows:
         dims, apart = program.operands[k].dims, 1
         for d in reversed(program.others):

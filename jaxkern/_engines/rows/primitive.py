@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import algorithms, compat, device, partition, validate
+from jaxkern._core import algorithms, compat, device, partition, switch, validate
 from jaxkern._core.cpp import Unsupported
 from jaxkern._core.define import ceil_div, primitive
 from jaxkern._core.primitive import bind
@@ -30,7 +30,7 @@ def apply(function, operands) -> list:
     used = function.used()
     if not used:
         return function(*operands)
-    if len(used) < len(operands):
+    if len(used) < len(operands) and function.tangent is None:
         function, operands = function.select(used), [operands[k] for k in used]
     if function.has_vjp:
         return _with_vjp(function)(*operands)
@@ -96,10 +96,13 @@ def _abstract_core(*operands, function):
 
 
 def _batch(prim, operands, dims, *, function):
-    operands = [x if d in (None, 0) else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
-    size = next(x.shape[0] for x, d in zip(operands, dims) if d is not None)
-    ys = bind(prim, *operands, function=function.batched([None if d is None else 0 for d in dims], size))
-    return ys, [0] * len(ys)
+    # Where all arrays have the same rank, the batch stays where it is in the first of them, and nothing is moved.
+    ranks = {len(a.shape) for a in (*function.avals, *function.results)}
+    at = next(d for d in dims if d is not None) if len(ranks) == 1 else 0
+    operands = [x if d in (None, at) else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims)]
+    size = next(x.shape[at] for x, d in zip(operands, dims) if d is not None)
+    ys = bind(prim, *operands, function=function.batched([d is not None for d in dims], size, at))
+    return ys, [at] * len(ys)
 
 
 def _jvp(primals, tangents, *, function):
@@ -107,7 +110,11 @@ def _jvp(primals, tangents, *, function):
     dys = list(map(compat.zero_tangent, ys))
     active = tuple(k for k, t in enumerate(tangents) if type(t) is not ad.Zero)
     if active and function.inexact_results:
-        found = apply(function.jvp(active), [*primals, *(tangents[k] for k in active)])
+        if function.tangent is None:
+            of, given = function.jvp(active), primals
+        else:
+            of, given = function.tangent(active), [*ys, *primals]
+        found = apply(of, [*given, *(tangents[k].astype(a.dtype) for k, a in zip(active, of.avals[len(given) :]))])
         for k, dy in zip(function.inexact_results, found):
             dys[k] = dy
     return ys, dys
@@ -200,6 +207,12 @@ def _adapt(prim, *avals, function):
     return lambda *operands, function: function.after_core(operands, core.bind(*operands, function=function))
 
 
+def _left(prim, ctx, operands, params) -> bool:
+    """Whether a call that stands for operations of a plain program is left to XLA."""
+    del prim, operands
+    return params["function"].replaces and bool(switch.refusal(ctx, switch.current()))
+
+
 class Primitives(typing.NamedTuple):
     """whole: the row function. core: its kernel alone."""
 
@@ -234,11 +247,15 @@ def define(name: str, by_hand=None, makes_nan=True, **fixed) -> None:
         plan=functools.partial(plan.plan, alone=True),
         adapt=_adapt,
         partition=_partition,
+        left=_left,
     )
     ad.primitive_jvps[whole] = _jvp
     ad.primitive_transposes[whole] = _transpose
     if by_hand is None:
-        algorithms.register(layout if name == "row_kernel" else queries, name, **fixed)
+        if name == "row_kernel":
+            algorithms.register(layout, name)
+        else:
+            algorithms.register(queries, name, **(queries.ORDINARY | fixed))
     else:
         plan.BY_HAND[name] = by_hand
         algorithms.register(by_hand, name, **by_hand.FIXED[name])

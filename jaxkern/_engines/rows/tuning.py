@@ -16,15 +16,26 @@ REDUCING_BLOCKS = 2
 # Bytes of rows that are not whole packs and are read in half packs, if these divide them [H100; softmax, gradient, bfloat16
 # 671088 x 100: 131 us, 147 in ragged packs; forward 104 and 110].
 HALF_PACK_BYTES = 512
+# Rows that begin in the middle of a sector of memory are counted from its begin, if threads have room for its packs
+# [H100; softmax, bfloat16 49152 x 1000: 66.6 us, 69.6 from the row's begin; 16384 x 4097: 89 and 97].
+SECTOR_BYTES = 32
 WARP_WORDS = 32  # of rows in a lane of a warp; beyond, a block holds the row
 BLOCK_WORDS = 64  # of rows in a thread of a block; beyond, a cluster holds the row
-# The same where results have 8 bits and a cluster can hold the row [quantize_rows to int8, 8192 x 32768: bfloat16 193 us in 2 blocks of
-# 256 threads, 213 in one; float32 304 in 4, 350 in one of 512].
+# Elements in a thread of a block of more than 256, if a cluster can hold the row [H100; log softmax, bfloat16: 98 us at 65536 columns
+# with 128 in a block, 93 at 131072 with 64 in a cluster].
+BLOCK_ELEMENTS = 64
+# Bytes of rows that more blocks hold, or that are split, if half of the GPU would have none otherwise.
+SPREAD_BYTES = 64 * 1024
+# Words of rows in a thread of a block where results have 8 bits and a cluster can hold the row [quantize_rows to int8, 8192 x 32768:
+# bfloat16 193 us in 2 blocks of 256 threads, 213 in one; float32 304 in 4, 350 in one of 512].
 NARROW_WORDS = 16
 # (most words of rows in a thread, blocks, threads of a block) of clusters; the first that holds a row
 # [norm, float32 2048 x 65536: 260 us with 32 words in 8 blocks, 342 with 64 in 4, 281 with 16 in 16; H100; 1024 x 131072: 358 us in 8
 # blocks of 512 threads, 404 in 16 of 256].
 CLUSTERS = (*((32, blocks, 256) for blocks in (2, 4, 8)), (32, 8, 512), (32, 16, 256), (64, 16, 256), (64, 16, 512))
+# The same where exponents are relative to a maximum: blocks of 512 threads that need more than 64 registers are alone on a multiprocessor
+# [H100; log softmax, float32 3072 x 131072: 1156 us in 8 blocks of 512 threads, 1051 in 16 of 256; bfloat16 1536 x 262144: 618, 528].
+PIVOT_CLUSTERS = tuple(c for c in CLUSTERS if c != (32, 8, 512))
 # (most words of rows, most words of kept values, blocks, threads) for functions that keep dear values; smaller blocks wait for each other
 # less [soft cap, bfloat16 8192 x 16384: 154 us with 4 blocks of 128 threads, 166 with 2 of 256, 236 with one of 1024; softmax, bfloat16
 # 2048 x 65536: 134 us with 64 words in 8 blocks, 153 with 32 in 16; H100; entropy, gradient, bfloat16 1024 x 65536: 138 us with 64
@@ -37,13 +48,19 @@ SHARED_STAGES = 1
 SHARED_BYTES = 96 * 1024  # of sums in shared memory, of a block
 COLUMN_BYTES = 8 * 1024  # of L1 for columns, of a block
 SPLIT_THREADS = 256
-SPLIT_WORDS = 32  # of rows and sums in a thread
+SPLIT_WORDS = 32  # of rows and sums in a thread; fewer, if that leaves less than one block for each multiprocessor
 SPLIT_BLOCKS = 16  # per multiprocessor, that share rows [lse, float32 64 x 1048576: 65 us, 74 with 8]
 SPLIT_ROWS = 2  # rows for each multiprocessor; if there are fewer, long ones are split
 # (words of rows and sums in a thread, registers), and where fewer are enough: for functions that keep dear values, and where sums are in
 # shared memory [soft cap, float32 8192 x 16384: 262 us with 80, 325 with 128; scale norm, gradient, bfloat16 131072 x 1024: 226, 200].
 REGISTERS = ((8, 40), (24, 64), (1 << 30, 128))
 FEW_REGISTERS = ((8, 40), (24, 64), (40, 80), (1 << 30, 128))
+# Clusters for few rows have 64 registers in a thread, so that more of them run at once, if a thread has at most so many words, and if
+# there are at most so many blocks for each multiprocessor.
+AT_ONCE_WORDS, AT_ONCE_BLOCKS = 32, 16
+# Rows that are not whole packs need more registers where a thread keeps more than so many words and sums nothing over rows [softmax,
+# bfloat16 x 50257: 46 spills with 128 registers].
+RAGGED_WORDS = 48
 # Packs of a row, at least, where it is not whole packs and columns are summed, by elements of a pack. Packs of shorter rows divide them
 # [layer scale, residual and norm, gradient, bfloat16 172738 x 777: 564 us in packs of 1, 627 in packs of 8; 10872 x 12345: 753
 # and 715; float32 172738 x 777: 1222 and 1311, RMS norm 562 and 614, gated norm x 1001: 1114 and 959; float32 on an H100].

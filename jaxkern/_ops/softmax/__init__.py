@@ -1,1 +1,1 @@
-"""softmax and log_softmax, plain and with scale, bias, mask, causal limit and dropout fused."""
+"""Hand-written kernels of softmax and log_softmax."""

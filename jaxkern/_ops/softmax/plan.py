@@ -1,29 +1,24 @@
-"""Which kernels run softmax, log_softmax and their gradients on CUDA, and how they are launched.
+"""The hand-written kernels of softmax, log_softmax and their gradients on CUDA, and how they are launched.
 
-    sub_warp    rows up to 512 bytes: 1 to 32 lanes per row, in registers
+    sub_warp    rows of whole vectors up to 512 bytes: 2 to 32 lanes per row, in registers
     warp        rows up to 1 KB (fused: 2 KB): a warp per row, in registers
     block       rows up to 64 KB (fused: 32 KB): a block per row, in registers
     cluster     sm_90: a row in the registers of 2 to 16 blocks, which exchange their partial results
-    pipeline    sm_90: one block, or a cluster of up to 16, holds a row in shared memory, and bulk copies refill it
-                while the previous row is still being written
     streaming   any row: a block reads it twice
-    split       few long rows: each is spread over many blocks, in two launches with partial results in scratch
     column      the axis is not the last one: threads along the inner dimension
 
 Sizes and limits come from the kernels (ffi/kernels/softmax), the preferences from measurements (benchmarks/NOTES.md,
-benchmarks/results). The fused kernels, with scale, bias, causal limit or dropout, and those with a score function are warp,
-block and streaming.
+benchmarks/results); by_hand.py says where these kernels run. The fused kernels, with scale, bias, causal limit or dropout, and those
+with a score function are warp, block and streaming.
 """
 
 import functools
 import math
 import typing
 
-from jaxkern._core.algorithms import pick
 from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div, cpp_bool, fast_divmod, per_thread
 from jaxkern._core.launch import (
     MOST_BLOCKS,
-    MOST_BLOCKS_Y,
     Launch,
     Plan,
     boolean,
@@ -34,7 +29,6 @@ from jaxkern._core.launch import (
     operand,
     planned,
     result,
-    scratch,
     struct,
     u32,
 )
@@ -42,7 +36,7 @@ from jaxkern._core.lowest import where_lowest
 from jaxkern._core.params import Params
 
 PARAMS = Params("softmax/row.cuh", "SoftmaxParams")
-ALGORITHMS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
+ALGORITHMS = ("sub_warp", "warp", "block", "cluster", "streaming", "column")
 
 _TYPES = {"float16": ("__half", 2), "bfloat16": ("__nv_bfloat16", 2), "float32": ("float", 4), "float64": ("double", 8)}
 DTYPES = tuple(_TYPES)
@@ -55,10 +49,8 @@ _FUSED_WARP_VECTORS, _FUSED_BLOCK_VECTORS = 32 * 4, 512 * 4  # four per thread
 _CAUSAL_WARP_VECTORS = 32 * 8  # of float32, forward: 8x12x1024x1024 to bfloat16 takes 103 us, a block 128
 _CLUSTER_BLOCKS = 16
 _CLUSTER_VECTORS = 512 * 4  # per block, four per thread; eight if rows are whole vectors
-_RING_BYTES = 208 * 1024  # of rows in a block's shared memory
 
 _WARP_THREADS, _BLOCK_THREADS, _STREAM_THREADS, _COLUMN_THREADS = 128, 512, 512, 256
-_STAGED_ELEMENTS = 8  # per lane
 
 
 class Problem(typing.NamedTuple):
@@ -125,14 +117,12 @@ def fits(algorithm: str, p: Problem, device) -> bool:
         return False
     clusters = _has_clusters(device) and not p.masked
     return {
-        "sub_warp": p.vectors <= _SUB_WARP_VECTORS,
+        "sub_warp": _sub_warp_vector(p) is not None,
         "warp": p.vectors <= _WARP_VECTORS,
         "block": p.vectors <= _BLOCK_VECTORS,
         "cluster": clusters
         and _CLUSTER_BLOCKS < p.vectors <= _CLUSTER_BLOCKS * _CLUSTER_VECTORS * (2 if p.whole else 1),
-        "pipeline": clusters and 16 * p.vectors * p.inputs <= _CLUSTER_BLOCKS * _RING_BYTES,
         "streaming": True,
-        "split": p.rows <= MOST_BLOCKS_Y,
     }[algorithm]
 
 
@@ -148,10 +138,7 @@ def choose(p: Problem, device) -> str:
             return a
     # Few long rows: all multiprocessors work on each.
     if p.rows * 2 <= device.sm_count and p.vectors >= 256:
-        read = p.vectors * p.inputs
-        if p.rows * _CLUSTER_BLOCKS < device.sm_count // 2 and read >= 16384 and can("split"):
-            return "split"
-        if read <= 65536 and can("cluster"):
+        if p.vectors * p.inputs <= 65536 and can("cluster"):
             return "cluster"
     # Exponentials per byte: twice as many in 16 bit, none in the gradient of softmax. Where there are many, threads
     # that hold the vectors as they were read are faster than a cluster, which holds floats.
@@ -169,7 +156,7 @@ def choose(p: Problem, device) -> str:
         longest = 8192 if p.dtype == "float64" else 0
     if p.whole and not many_powers and p.vectors <= longest and can("cluster"):
         return "cluster"
-    return next(a for a in ("pipeline", "block", "streaming") if can(a))
+    return next(a for a in ("block", "streaming") if can(a))
 
 
 # ---- the kernels: names, parameters and launch shapes
@@ -221,38 +208,20 @@ def _warps(threads: int) -> int:
     return 32 * ceil_div(threads, 32)
 
 
+def _sub_warp_vector(p) -> int | None:
+    """Elements that a lane loads at once of a row that a part of a warp holds, or None."""
+    for vector, least, most in ((p.vector, p.vector, 32 * p.vector), (p.vector // 2, 4 * p.vector, 16 * p.vector)):
+        if not p.masked and vector and p.width % vector == 0 and least < p.width <= most:
+            return vector
+    return None
+
+
 def _sub_warp(p, params, device):
-    for vector in (p.vector, p.vector // 2):
-        longest = 32 * vector if vector == p.vector else 16 * p.vector
-        if (
-            not p.masked
-            and p.width % vector == 0
-            and (p.vector if vector == p.vector else 4 * p.vector) < p.width <= longest
-        ):
-            lanes = max(2, _power_of_two(p.width // vector))
-            name = f"SoftmaxRegisters<{_op(p)}, {_row(p, vector, ragged=False)}, {lanes}, 1, 2>"
-            return [
-                Launch(
-                    "softmax/registers.cuh", name, [params], ceil_div(p.rows, _WARP_THREADS // lanes * 2), _WARP_THREADS
-                )
-            ]
-    # Rows at any alignment, staged in shared memory: about 8 KB of them per block, or fewer where that would leave
-    # multiprocessors idle.
-    lanes = _power_of_two(ceil_div(p.width, _STAGED_ELEMENTS))
-    groups = _WARP_THREADS // lanes
-    turns = max(1, min(8192 // (p.width * p.itemsize * groups), p.rows // (groups * 4 * device.sm_count)))
-    rows = turns * groups
-    room = ceil_div(rows * p.width + p.vector - 1, p.vector)
-    return [
-        Launch(
-            "softmax/registers.cuh",
-            f"SoftmaxStaged<{_op(p)}, {lanes}, {cpp_bool(p.masked)}>",
-            [params, i32(rows), i32(room)],
-            ceil_div(p.rows, rows),
-            _WARP_THREADS,
-            shared=16 * room * p.inputs,
-        )
-    ]
+    vector = _sub_warp_vector(p)
+    lanes = max(2, _power_of_two(p.width // vector))
+    name = f"SoftmaxRegisters<{_op(p)}, {_row(p, vector, ragged=False)}, {lanes}, 1, 2>"
+    grid = ceil_div(p.rows, _WARP_THREADS // lanes * 2)
+    return [Launch("softmax/registers.cuh", name, [params], grid, _WARP_THREADS)]
 
 
 def _registers(p, lanes, held, rows=1):
@@ -290,28 +259,6 @@ def _cluster(p, params, device):
     ]
 
 
-def _pipeline(p, params, device):
-    """The smallest cluster whose blocks hold a row in shared memory; each walks over rows."""
-    chunk = 512 if p.backward else 1024  # vectors
-    slots = _RING_BYTES // (16 * chunk * p.inputs)
-    blocks = 1
-    while ceil_div(ceil_div(p.vectors, blocks), chunk) > slots:
-        blocks *= 2
-    shared = _RING_BYTES + 16 * slots + 16 + 64 * _stat_bytes(p)  # PipelineShared: barriers, partial results
-    return [
-        Launch(
-            "softmax/pipeline.cuh",
-            f"SoftmaxPipeline<{_op(p)}>",
-            [params, i32(ceil_div(p.vectors, blocks))],
-            p.rows * blocks,
-            512 + 32,
-            cluster=blocks,
-            shared=shared,
-            waves=1,
-        )
-    ]
-
-
 def _rows_grid(rows: int) -> tuple[int, int]:
     return min(rows, MOST_BLOCKS), ceil_div(rows, MOST_BLOCKS)
 
@@ -319,25 +266,6 @@ def _rows_grid(rows: int) -> tuple[int, int]:
 def _streaming(p, params, device, vector=None):
     name = f"SoftmaxStreaming<{_op(p)}, {_row(p, vector or p.vector, 'int64_t')}>"
     return [Launch("softmax/stream.cuh", name, [params], _rows_grid(p.rows), _STREAM_THREADS)]
-
-
-def _split_blocks(p: Problem, device) -> int:
-    """Blocks per row: one per multiprocessor, since more would spend their time merging partial results."""
-    return min(ceil_div(p.width, p.vector * _STREAM_THREADS), max(1, device.sm_count // p.rows))
-
-
-def _split(p, params, device):
-    grid = (_split_blocks(p, device), p.rows)
-    return [
-        Launch(
-            "softmax/stream.cuh",
-            f"{kernel}<{_op(p)}, {p.vector}, {cpp_bool(p.masked)}>",
-            [params, scratch()],
-            grid,
-            _STREAM_THREADS,
-        )
-        for kernel in ("SoftmaxPartials", "SoftmaxApply")
-    ]
 
 
 def _column(p, params, device, vector=None):
@@ -389,9 +317,7 @@ _LAUNCHES = {
     "warp": _warp,
     "block": _block,
     "cluster": _cluster,
-    "pipeline": _pipeline,
     "streaming": _streaming,
-    "split": _split,
     "column": _column,
 }
 
@@ -400,7 +326,13 @@ _LAUNCHES = {
 
 
 def _algorithm(p: Problem, device, algorithm: str) -> str:
-    return pick("log_softmax" if p.log else "softmax", algorithm, p, device)
+    if algorithm == "auto":
+        return choose(p, device)
+    if algorithm not in ALGORITHMS or not fits(algorithm, p, device):
+        fitting = ", ".join(a for a in ALGORITHMS if fits(a, p, device))
+        name = "log_softmax" if p.log else "softmax"
+        raise ValueError(f"jaxkern.{name}: the algorithm '{algorithm}' cannot run {p}; {fitting} can")
+    return algorithm
 
 
 def plan(p: Problem, device, mask=(null, EMPTY_VIEW), algorithm="auto") -> Plan | None:
@@ -410,8 +342,7 @@ def plan(p: Problem, device, mask=(null, EMPTY_VIEW), algorithm="auto") -> Plan 
     # Element by element, for arrays that are not aligned.
     generic = _streaming if p.inner == 1 else _column
     unaligned = tuple(generic(p, _params(p, device, mask, aligned=False), device, 1))
-    size = p.rows * _split_blocks(p, device) * _stat_bytes(p) if algorithm == "split" else 0
-    return planned(algorithm, launches, size, unaligned)
+    return planned(algorithm, launches, unaligned=unaligned)
 
 
 def problem_of(aval, axis: int, **flags) -> Problem:
@@ -518,23 +449,24 @@ def fused(
         return None
     algorithm = _algorithm(p, device, algorithm)
     pointer = {name: operand(k) for name, k in at.items()}
-    view = {name: broadcast_view(x.shape, operands[k].shape, axis) for name, k in at.items() if name != "key"}
+    view = {
+        name: broadcast_view(x.shape, operands[k].shape, axis) for name, k in at.items() if not name.startswith("key")
+    }
     wide = "bias" in at and operands[at["bias"]].dtype != x.dtype
     has = ("bias" in at) * (_HAS_WIDE_BIAS if wide else _HAS_BIAS) + p.masked * _HAS_MASK
-    has += causal * _HAS_CAUSAL + ("key" in at) * _HAS_DROPOUT
+    has += causal * _HAS_CAUSAL + ("key0" in at) * _HAS_DROPOUT
     matrix_rows = x.shape[axis - 1] if axis else 1
     by_runs = _by_runs(p, x.shape, axis, [operands[at[e]].shape for e in ("mask", "bias") if e in at], device)
 
     def params(aligned):
         return struct(
             _params(p, device, (pointer.get("mask", null), view.get("mask", EMPTY_VIEW)), aligned),
-            *(pointer.get(e, null) for e in ("bias", "scale", "key")),
+            *(pointer.get(e, null) for e in ("bias", "scale", "key0", "key1")),
             *(view.get(e, EMPTY_VIEW) for e in ("bias", "scale")),
             f64(65536 / (65536 - threshold)),
             u32(threshold),
             fast_divmod(matrix_rows),
             fast_divmod(p.rows // matrix_rows * _RUN if by_runs else 1),
-            boolean("key" in at and operands[at["key"]].shape[-1] == 4),
             boolean(unscaled),
             boolean(by_runs),
         )
@@ -591,13 +523,12 @@ def score(
     def params(aligned):
         fused = struct(
             _params(p, device, mask, aligned),
-            *(null,) * 3,
+            *(null,) * 4,
             *(EMPTY_VIEW,) * 2,
             f64(1),
             u32(0),
             fast_divmod(matrix_rows),
             fast_divmod(p.rows // matrix_rows * _RUN if by_runs else 1),
-            boolean(False),
             boolean(True),
             boolean(by_runs),
         )

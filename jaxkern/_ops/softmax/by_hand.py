@@ -1,0 +1,173 @@
+"""Hand-written kernels of softmax, log_softmax and their gradients, where they are faster than those that the engine generates.
+
+They are one algorithm of the row functions of these operations, `by_hand`; plan.py says which kernels there are. `prefers` holds what was
+measured.
+"""
+
+import dataclasses
+
+from jaxkern._core import algorithms, launch
+from jaxkern._core.define import FLOAT_BYTES, broadcast_view
+from jaxkern._engines.rows import layout, queries
+from jaxkern._engines.rows.plan import GENERATED
+from jaxkern._ops.softmax import plan
+
+BY_HAND = "by_hand"
+ALGORITHMS = (*queries.ALGORITHMS, BY_HAND)
+DTYPES, Problem = tuple(FLOAT_BYTES), queries.Problem
+# Words of exponentials that live from one stage to the next, of the operation and of its gradient.
+FIXED = {name: queries.ORDINARY | {"kept": kept} for name, kept in (("softmax", (1, 0)), ("log_softmax", (1, 1)))}
+
+EXTRAS = ("bias", "scale", "mask", "key0", "key1")
+FUSED_WIDTH = 512  # of rows of whole vectors with a bias or a causal limit, at least
+SHORT_BYTES = 128  # of rows whose gradient runs by hand, at most; softmax forward where rows have just so many
+COLUMN_WIDTH = 1024  # of columns, at most
+
+
+def fits(algorithm, problem, device=None) -> bool:
+    if algorithm != BY_HAND:
+        return queries.fits(algorithm, problem, device)
+    return not isinstance(problem, layout.Problem)  # so the engine asks for what it generates itself
+
+
+def choose(problem, device=None) -> str:
+    if isinstance(problem, layout.Problem) or device is None:
+        return queries.choose(problem, device)
+    rows, width, inner, dtype, backward = problem[:5]
+    log = problem.kept == FIXED["log_softmax"]["kept"]
+    prefers = _prefers_plain(plan.Problem(rows, width, inner, dtype, log, backward), device)
+    return BY_HAND if prefers else queries.choose(problem, device)
+
+
+def by_hand(device, operands, results, function):
+    """The plan of a hand-written kernel for a row function of these operations, or GENERATED."""
+    if function.roles is None:
+        return GENERATED
+    facts, names, outputs = dict(function.roles.facts), function.roles.operands, function.output_roles()
+    backward = "d y" in names
+    main = [k for k in ("y", "x") if k in names][:1] + ["d y"] * backward
+    extras = [k for k in names if k not in (*main, "x", "y")]
+    known = (
+        outputs == (("d x",) if backward else ("y",)) and set(extras) <= set(EXTRAS) and ("wrt" in facts) == backward
+    )
+    if not known or len(names) != len(main) + len(extras):
+        return GENERATED
+    given = _placed(dict(zip(names, operands)), dict(zip(names, function.program.operands)), main[0])
+    x, out = operands[names.index(main[0])], results[0]
+    same = all(given[k] is not None and given[k].shape == x.shape for k in main) and out.shape == x.shape
+    if not same or x.dtype.name not in DTYPES or None in given.values():
+        return GENERATED
+    dims = function.program.operands[names.index(main[0])].dims
+    axis = dims.index(function.program.row)
+    forced = algorithms.forced(function.name) if function.algorithm == "auto" else function.algorithm
+    if forced not in ("auto", BY_HAND):
+        return GENERATED
+    of = {"axis": axis, "algorithm": "auto"}
+    ordered = [given[k] for k in (*main, *extras)]
+    # Where a mask makes the result 0, the cotangent may be NaN, which the kernels of plain gradients do not exclude.
+    plain = not facts["names"] and not facts["causal"] and not facts["threshold"]
+    if plain and out.dtype == x.dtype == given[main[-1]].dtype:
+        p = plan.problem_of(x, axis, log=facts["log"], backward=backward)
+        if forced == "auto" and not _prefers_plain(p, device):
+            return GENERATED
+        found = plan.plain(facts["log"], backward, device, ordered, results, **of)
+    else:
+        from_result = main[0] == "y" and backward
+        readable = all(broadcast_view(x.shape, given[k].shape, axis) for k in extras)
+        # Under `vmap` each example numbers its own rows and may have its own key.
+        own = facts["threshold"] and (x.ndim != facts["rank"] or given["key0"].size > 1)
+        # The dimension before the row may be a batch, and not the queries.
+        apart = facts["causal"] and dims[axis - 1] is not None and {dims[axis - 1]: 1} not in function.core.indices
+        prefers = forced == BY_HAND or _prefers_fused(x, axis, facts, extras, backward, from_result)
+        last = axis == x.ndim - 1 and plan.fused_fits(x.shape, axis)
+        narrow = given["d y"].dtype if backward else out.dtype
+        taken = narrow == x.dtype or not backward or from_result  # kernels that start from x take no narrower cotangent
+        if own or apart or not readable or not last or not prefers or not taken:
+            return GENERATED
+        found = plan.fused(
+            device,
+            ordered,
+            results,
+            **of,
+            log=facts["log"],
+            extras=" ".join(extras),
+            causal=facts["causal"],
+            threshold=facts["threshold"],
+            unscaled=False,
+            dtype="" if narrow == x.dtype else narrow.name,
+            backward=backward,
+            from_output=from_result,
+        )
+    return GENERATED if found is None else _renumbered(found, [names.index(k) for k in (*main, *extras)])
+
+
+def _placed(avals, values, main):
+    """The arrays with the dimensions of the array `main`, 1 where they have none; None where these have another order.
+
+    `vmap` leaves operands without the batch, which may be any dimension of the others.
+    """
+    dims = values[main].dims
+
+    def placed(aval, own):
+        own = [d for d in own if d is not None]
+        at = [dims.index(d) if d in dims else -1 for d in own]
+        if -1 in at or at != sorted(set(at)):
+            return None
+        return aval.update(shape=tuple(d.size if d in own else 1 for d in dims))
+
+    return {k: placed(a, values[k].dims) for k, a in avals.items()}
+
+
+def _prefers_plain(p, device) -> bool:
+    """Measured on an H100, device microseconds, generated and by hand.
+
+    Columns, bfloat16 64 x 1024 x 1024 along the middle axis: softmax 122 and 96, the gradient of log_softmax 179 and 143; float32
+    202 and 187, 308 and 280. Few long rows: bfloat16 16 x 131072 5.9 and 5.4, its gradient 7.1 and 6.5; 64 x 131072 15.5 and 14.4,
+    its gradient 19.9 and 21.0; one row of 2^20 6.5 and 6.4. Short rows: the gradient of bfloat16 49152 x 32 4.6 and 4.3; float32
+    49152 x 32 5.7 and 5.2, gradients 7.9 and 7.6, of log_softmax 8.1 and 7.7, which itself takes 5.5 in both; bfloat16 49152 x 64 5.5 and 5.3.
+    """
+    if p.inner != 1:
+        return p.inner % p.vector == 0 and p.width <= COLUMN_WIDTH
+    if plan.choose(p, device) == "cluster":
+        few = 8 if p.backward or p.log else 2
+        return p.rows * few <= device.sm_count
+    row = p.width * p.itemsize
+    short = row <= SHORT_BYTES if p.backward else row == SHORT_BYTES and not p.log
+    return short and p.whole and p.itemsize < 8
+
+
+def _prefers_fused(x, axis, facts, extras, backward, from_result) -> bool:
+    """Measured on an H100, device microseconds, generated and by hand, bfloat16 32 x 16 x 512 x 512 and 8 x 16 x 2048 x 2048.
+
+    Dropout: the gradient 265 and 263, 1224 and 1042; with scale, mask, bias and causal limit 286 and 229, 1328 and 846, the
+    gradient 375 and 319, 1879 and 1153. A bias: 210 and 188, 793 and 796. The causal limit: 154 and 140, 560 and 545, the
+    gradient 749 and 718 of 2048. A mask is 1.00 to 1.10 times as fast generated, short and odd rows up to twice.
+
+    With a scale, the hand-written kernels round the product before the maximum is subtracted. In generated ones the compiler joins
+    the two, so that the exponent of the largest element is no longer 0, and infinite for a scale of 1e30.
+    """
+    if "scale" in extras and not from_result:
+        return True
+    if x.dtype.itemsize == 8:
+        return False
+    if facts["threshold"]:
+        return not from_result
+    wide = x.shape[axis] >= FUSED_WIDTH and x.shape[axis] * x.dtype.itemsize % 16 == 0
+    if backward:
+        return wide and facts["causal"] and from_result and not facts["log"] and set(extras) <= {"scale"}
+    return wide and (facts["causal"] or "bias" in extras)
+
+
+def _renumbered(found, order):
+    """The plan for operands of which those in `order` are what the plan numbers 0, 1, ..."""
+
+    def of(arg):
+        if isinstance(arg, launch.Struct):
+            return arg._replace(members=tuple(map(of, arg.members)))
+        if isinstance(arg, launch.Buffer) and arg.kind == "operand":
+            return arg._replace(index=order[arg.index])
+        return arg
+
+    steps = lambda launches: tuple(dataclasses.replace(step, args=[*map(of, step.args)]) for step in launches)
+    unaligned = None if found.unaligned is None else steps(found.unaligned)
+    return launch.Plan(found.algorithm, steps(found.launches), found.scratch, unaligned)
