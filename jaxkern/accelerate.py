@@ -276,7 +276,12 @@ def explain(f: Callable, platform: str = "cuda", **jit_options: typing.Any) -> C
     ('scatter_add', True, '16-bit sums')
     """
     validate.function("explain", "f", f)
-    validate.choice("explain", "platform", platform, ("cpu", "cuda", "rocm", "tpu"))
+    try:
+        validate.choice("explain", "platform", platform, ("cpu", "cuda", "rocm", "tpu"))
+    except ValueError as error:
+        if not isinstance(platform, str):
+            error.add_note("explain returns a function of the arguments of f: write explain(f)(*arguments)")
+        raise
 
     def explained(*args, **kwargs) -> Explanation:
         settings = switch.current() or _settings(None, (), False, False, False, False)

@@ -232,6 +232,9 @@ def test_explain_for_another_platform():
         ("scatter_add", False, reason),
         ("logsumexp", False, reason),
     ]
+    with pytest.raises(ValueError, match="platform must be one of") as caught:
+        jaxkern.explain(jnp.sin, jnp.ones(3))
+    assert "explain(f)(*arguments)" in caught.value.__notes__[0]
 
 
 @pytest.mark.skipif(ON_GPU, reason="of a process without a GPU")
