@@ -94,6 +94,7 @@ def _affine(a, b):
 def sanitize_associative_scans(dtypes: list[str], quick: bool, tolerance: dict[str, float]) -> tuple[int, list[str]]:
     """Sums and affine maps by every algorithm, in both directions, and recurrences that are cut in time."""
     import jaxkern
+    from jaxkern._engines.loops import tuning
     from jaxkern._engines.loops.associative import associative_scan
 
     done, wrong = 0, []
@@ -125,6 +126,23 @@ def sanitize_associative_scans(dtypes: list[str], quick: bool, tolerance: dict[s
                 maps = jax.jit(functools.partial(scan, _affine))(a.reshape(shape), b.reshape(shape))
             check(f"sums {algorithm}", dtype, sums.reshape(b.shape), np.ones(b.shape), b, reverse)
             check(f"maps {algorithm}", dtype, maps.reshape(b.shape), a, b, reverse)
+    # A ring of small tiles: blocks take several of them in turn.
+    smaller = {"RING_TURNS": 0, "RING_BLOCKS": 1, "RING_BYTES": 4096, "RING_WORDS": 2}
+    usual = {name: getattr(tuning, name) for name in smaller}
+    for dtype, reverse in itertools.product(dtypes[: 1 if quick else None], (False, True)):
+        a, b = (jax.device_put(generator.uniform(0.1, 0.9, 100_003).astype(jnp.dtype(dtype))) for _ in range(2))
+        try:
+            for name, value in smaller.items():
+                setattr(tuning, name, value)
+            scan = lambda f, *xs: associative_scan(f, xs, axis=0, reverse=reverse)[-1]
+            sums = jax.jit(functools.partial(scan, lambda x, y: [x[0] + y[0]]))(b)
+            maps = jax.jit(functools.partial(scan, _affine))(a, b)
+        finally:
+            for name, value in usual.items():
+                setattr(tuning, name, value)
+        a, b, sums, maps = (x.reshape(1, -1, 1) for x in (a, b, sums, maps))
+        check("sums ring", dtype, sums, np.ones(b.shape), b, reverse)
+        check("maps ring", dtype, maps, a, b, reverse)
     cuts = {"columns": (1, 1500, 37), "rows": (1, 40_003, 1)}
     for dtype, (algorithm, shape) in itertools.product(dtypes[: 1 if quick else None], cuts.items()):
         a, b = (jax.device_put(generator.uniform(0.1, 0.9, shape).astype(jnp.dtype(dtype))) for _ in range(2))

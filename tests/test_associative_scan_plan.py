@@ -63,6 +63,9 @@ CASES = [
     ("block", "affine", (3, 1204), 1, "float32", False),
     ("block", "logsumexp", (2, 777), 1, "float16", True),
     ("tiles", "sum", (8700,), 0, "float32", False),
+    ("tiles", "affine", (12_345,), 0, "float32", True),
+    ("tiles", "logsumexp", (9000,), 0, "bfloat16", False),
+    ("tiles", "sum", (2, 5000), 1, "float32", True),
     ("tiles", "affine", (2, 3000), 1, "float64", True),
     ("lanes", "affine", (33, 6), 0, "float32", True),
     ("columns", "affine", (3, 150, 68), 1, "float32", False),
@@ -84,6 +87,7 @@ CASES = [
 def test_kernels_on_the_cpu(algorithm, name, shape, axis, dtype, reverse, monkeypatch):
     """Every element is written, nothing is read or written out of bounds, at any alignment, and results are right."""
     smaller = {"SCAN_THREADS": 64, "ROW_BYTES": 16, "STAGED_BYTES": 2048, "ROW_RADIX": 4, "COLUMN_RADIX": 4}
+    smaller |= {"RING_THREADS": 64, "RING_BYTES": 2048, "RING_TURNS": 0, "RING_WORDS": 8}
     for constant, value in smaller.items():
         monkeypatch.setattr(tuning, constant, value)
     with compat.enable_x64(dtype == "float64"):
@@ -116,7 +120,8 @@ def test_layouts_of_many_arrays():
 
 @plans.needs_nvrtc
 @pytest.mark.parametrize("capability", (80, 120))
-def test_kernels_compile(capability):
+def test_kernels_compile(capability, monkeypatch):
+    monkeypatch.setattr(tuning, "RING_TURNS", 1)  # as for longer rows
     cases = {
         80: ("sum", (1 << 20,), 0, "bfloat16"),
         120: ("sum", (65536, 1536), 0, "bfloat16"),

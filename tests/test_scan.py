@@ -142,6 +142,17 @@ def test_what_all_lanes_share_runs_ahead():
     assert "float" not in results[0] and results[1] == "float32[65536]"
 
 
+@pytest.mark.parametrize("first, read", [(jnp.zeros, False), (lambda n: -jnp.zeros(n), True), (jnp.ones, True)])
+def test_first_carries_of_zeros_are_not_read(first, read):
+    """Nor are they written before the loop; not even if an equal loop of the program begins with other numbers."""
+    xs = jnp.linspace(0, 1, 5 * 8).reshape(5, 8)
+    h = lambda x, first: jaxkern.scan(lambda h, x: (h * 0.5 + x,) * 2, first, x)[1]
+    both = lambda x: (h(x, first(8)), h(x, x[0]))
+    found, _ = lowered(both, xs)
+    assert [text.count("float32[8],") for text in found] == [2 if read else 1, 2]
+    close(jax.jit(both)(xs), tuple(both(xs)), "float32")
+
+
 def test_what_is_left_to_xla(monkeypatch):
     run, operands = FUNCTIONS["recurrence"][0]((3, 4), 5, "float32")
     f = functools.partial(run, jaxkern.scan)

@@ -108,7 +108,8 @@ CASES = [
 @pytest.mark.parametrize("name, shape, length, dtype, gradient, algorithm", CASES)
 def test_kernels_on_the_cpu(name, shape, length, dtype, gradient, algorithm, monkeypatch):
     """Every element is written, nothing is read or written out of bounds, at any alignment, and results are right."""
-    monkeypatch.setattr(tuning, "VECTOR_THREADS", 8)
+    for threads in ("VECTOR_THREADS", "BUSY_THREADS"):
+        monkeypatch.setattr(tuning, threads, 8)
     with compat.enable_x64(dtype == "float64"):
         found = traced(name, shape, length, dtype, gradient)
         assert len(found) == 1 + gradient
@@ -238,7 +239,8 @@ def test_what_does_not_run_ahead():
 def test_steps_along_any_axis(name, shape, length, order, algorithm, monkeypatch):
     """xs and ys whose dimensions lie in memory in another order, steps among them; order None: the first xs is the same in all steps
     and along the first dimension, and lies in memory once."""
-    monkeypatch.setattr(tuning, "VECTOR_THREADS", 8)
+    for threads in ("VECTOR_THREADS", "BUSY_THREADS"):
+        monkeypatch.setattr(tuning, threads, 8)
     rng = np.random.default_rng(0)
     for e in traced(name, shape, length, "float32", True):
         closed, (num_consts, num_carry) = e.params["jaxpr"], compat.counts_of_scan(e.params)
@@ -417,6 +419,11 @@ def test_a_loop_beyond_the_limits_of_a_kernel(loop):
             continue  # its carries have all lanes, and it has no rows
         with pytest.raises(TypeError, match=message):
             jax.eval_shape(functools.partial(run, body), given)
+
+
+def test_loops_of_16_bits_are_cut_up_to_more_lanes():
+    choose = functools.partial(jaxkern.algorithms.choose, "scan", 16384, 4096, device=device.H200)
+    assert [choose(itemsize=n) for n in (1, 2, 4, 8)] == ["columns", "columns", "lanes", "lanes"]
 
 
 @pytest.mark.skipif(registry.kernels.module is None, reason="no runtime")

@@ -253,6 +253,13 @@ def transposed(value):
     return operation.operands[0], tuple(dict(compat_lowering.attributes(operation))["permutation"])
 
 
+def is_zero(value) -> bool:
+    """Whether a value repeats the number 0, and is not -0."""
+    constant = maker(repeated(value)[0] or value)
+    number = splat(constant) if constant is not None and constant.name == "stablehlo.constant" else None
+    return number == 0 and math.copysign(1, number) > 0
+
+
 def repeated(value):
     """(x, dimensions) of a value that repeats the elements of x: which dimension of the value each one of x is; or (None, None).
 

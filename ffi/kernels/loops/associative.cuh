@@ -2,9 +2,11 @@
 // over many blocks.
 //
 //     RowScanKernel<F, N, kItems, kLanes, kThreads, kMinBlocks, kRadix, kAhead, kOver, kReverse>       row_scan.cuh
+//     RingScanKernel<F, N, kItems, kThreads, kMinBlocks, kReverse>       ring_scan.cuh
 //     ColumnScanKernel<F, N, kLanes, kParts, kItems, kMinBlocks, kRadix, kAhead, kOver, kReverse>      column_scan.cuh
 //
-// In the first the steps of a lane are adjacent in memory, in the second lanes are.
+// In the first two the steps of a lane are adjacent in memory, in the last one lanes are. The second is for one long lane; it has
+// groups and waits of its own.
 //
 // F is a loop's F (loops.cuh) that also has a state, a few numbers that stand for one step or for adjacent steps:
 //

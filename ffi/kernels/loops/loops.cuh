@@ -11,7 +11,8 @@
 // immediate offsets: where few warps run, instructions for addresses would cost more than the body.
 //
 // An array that lacks a dimension of the lanes is read through an index map, and written by the lanes whose place along that
-// dimension is 0. kFar: lanes of one thread may lie 2^31 or more elements apart in an array. Carries that are accumulators (IsSum) start at 0, and every lane writes its own.
+// dimension is 0. kFar: lanes of one thread may lie 2^31 or more elements apart in an array. FromZero: carries that start
+// with 0, which are not read.
 //
 // Memory traffic: each element of xs is read once, each element of ys is written once; constants and carries are read and
 // written once per loop.
@@ -166,7 +167,7 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
     return value;
   }
   template <size_t J, class T> static __device__ __forceinline__ PerLane<Own<T>, N> Init(const Args& a, int64_t lane) {
-    if constexpr (F::IsSum(J)) return {};
+    if constexpr (F::FromZero(J)) return {};
     else return Read<T, F::CarriesKind(J), F::CarriesMap(J)>(a, a.init[J], lane);
   }
 

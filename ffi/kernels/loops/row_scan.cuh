@@ -30,22 +30,25 @@ __device__ __forceinline__ void StoreSome(T* row, int64_t at, int64_t length, co
 }
 
 // Packs of N elements of kLanes * kPacks adjacent ones: a lane loads pack v * kLanes + lane of them as number v, and computes on
-// packs lane * kPacks + v. Lanes exchange packs in shared memory, where a place is left free behind each 128 bytes, so that
-// neither order has bank conflicts. Places are sums of a part that depends on the lane and one that depends on v, so that
-// addresses are one register and constants.
+// packs lane * kPacks + v. Lanes exchange packs in shared memory, where a place is left free behind each 128 bytes if kPacks is even,
+// so that neither order has bank conflicts. Places are sums of a part that depends on the lane and one that depends on v, so
+// that addresses are one register and constants.
 template <class T, int N, int kPacks, int kLanes> struct Chunk {
   Pack<T, N> pack[kPacks];
 
   static constexpr int kUnit = 128 / sizeof(Pack<T, N>);  // packs in all banks of shared memory
-  static constexpr int kPlaces = 32 * kPacks + 32 * kPacks / kUnit;
+  static constexpr bool kPlain = kLanes == 32 && kPacks % 2 == 1;
+  static constexpr int kPlaces = 32 * kPacks + (kPlain ? 0 : 32 * kPacks / kUnit);
   // The places in the room of the warp: of pack v that this thread loads, and of pack v that lane `own` computes on.
   static __device__ __forceinline__ int Striped(int v) {
     const int lane = threadIdx.x % 32;
+    if (kPlain) return lane + v * 32;
     if (kLanes == 32) return lane + lane / kUnit + v * (32 + 32 / kUnit);
     const int k = lane / kLanes * (kLanes * kPacks) + v * kLanes + lane % kLanes;
     return k + k / kUnit;
   }
   static __device__ __forceinline__ int Own(int own, int v) {
+    if (kPlain) return own * kPacks + v;
     own += threadIdx.x % 32 / kLanes * kLanes;
     if (kPacks % kUnit == 0) return own * (kPacks + kPacks / kUnit) + v + v / kUnit;
     if (kUnit % kPacks == 0) return own * kPacks + own / (kUnit / kPacks) + v;
@@ -184,18 +187,21 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
   static_assert(kLanes == 32 || kOver == kOverWarp, "");
   static constexpr int kTile = (kOver == kOverWarp ? kLanes : kThreads) * kItems;
   static constexpr int kMost = MostBytes<Pack<X, N>..., Pack<Y, N>...>();
-  static constexpr int kRoom = (32 * kPacks * kMost + 32 * kPacks * kMost / 128 * kMost + 15) / 16 * 16;
+  static constexpr int kFree = kLanes == 32 && kPacks % 2 == 1 ? 0 : 32 * kPacks * kMost / 128;
+  static constexpr int kX = static_cast<int>(sizeof...(X)), kRoom = ((32 * kPacks + kFree) * kMost + 15) / 16 * 16;
   static constexpr bool kStaged = kOver == kOverTiles && kAhead;
   template <class T> using ChunkOf =
       std::conditional_t<kStaged, StagedChunk<T, N, kPacks>, Chunk<T, N, kPacks, kLanes>>;
   using Loaded = Slots<XIndex, ChunkOf<X>...>;
+  using Results = Slots<YIndex, ChunkOf<Y>...>;
+  using ResultPacks = Slots<YIndex, Pack<Y, N>...>;
 
   struct Place {
     int64_t row, tile;
   };
 
   struct Shared {
-    alignas(16) char room[kWarps][(kStaged ? static_cast<int>(sizeof...(X)) : 1) * kRoom];
+    alignas(16) char room[kWarps][(kStaged ? kX : 1) * kRoom];
     State warp[2][kWarps];
     State before;
   };
@@ -207,8 +213,7 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
      ...);
   }
   template <size_t... M> static __device__ __forceinline__ void Store(const typename Engine::Args& a,
-                                                                      const Place& place,
-                                                                      Slots<YIndex, ChunkOf<Y>...>& y, char* room,
+                                                                      const Place& place, Results& y, char* room,
                                                                       int own, std::index_sequence<M...>) {
     ((At<M>(y).ToStriped(room + (kStaged ? M * kRoom : 0), own),
       At<M>(y).Store(static_cast<Y*>(a.loop.y[M]) + Loop::template Offset<F::YsMap(M)>(a.loop, place.row),
@@ -223,8 +228,7 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
     return step;
   }
   // Sets item u of y. Items are set in order; `packs` holds the items of a pack until all of them are set.
-  template <size_t... M> static __device__ __forceinline__ void SetItem(Slots<YIndex, ChunkOf<Y>...>& y,
-                                                                        Slots<YIndex, Pack<Y, N>...>& packs, int u,
+  template <size_t... M> static __device__ __forceinline__ void SetItem(Results& y, ResultPacks& packs, int u,
                                                                         const typename Engine::Stored& value,
                                                                         std::index_sequence<M...>) {
     const int k = kReverse ? kItems - 1 - u : u;
@@ -233,11 +237,16 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
     if (u % N == N - 1) (At<M>(y).Put(k / N, At<M>(packs)), ...);
   }
   // Results take the places of the elements of as many arrays of the same type.
-  template <size_t... M> static __device__ __forceinline__ void Begin(Slots<YIndex, ChunkOf<Y>...>& y, char* room,
-                                                                      int own, std::index_sequence<M...>) {
+  template <size_t... M>
+  static __device__ __forceinline__ void Begin(Results& y, char* room, int own, std::index_sequence<M...>) {
     if constexpr (kStaged) {
       ((At<M>(y).packs = reinterpret_cast<Pack<Y, N>*>(room + M * kRoom), At<M>(y).own = own), ...);
     }
+  }
+  // The elements of a tile in shared memory.
+  template <size_t... L>
+  static __device__ __forceinline__ void Staged(Loaded& x, char* room, int own, std::index_sequence<L...>) {
+    ((At<L>(x).packs = reinterpret_cast<Pack<X, N>*>(room + L * kRoom), At<L>(x).own = own), ...);
   }
   template <size_t... L>
   static __device__ __forceinline__ void ToOwn(Loaded& x, char* room, int own, std::index_sequence<L...>) {
@@ -314,8 +323,8 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
 
       const int64_t rank = place.tile * kTile + (kOver == kOverWarp ? lane : threadIdx.x) * kItems;
       typename Engine::Carry carry[1] = {Engine::Behind(init[0], before)};
-      Slots<YIndex, ChunkOf<Y>...> y;
-      Slots<YIndex, Pack<Y, N>...> packs;
+      Results y;
+      ResultPacks packs;
       Begin(y, shared.room[warp], own, YIndex());
 #pragma unroll
       for (int u = 0; u < kItems; ++u) {

@@ -152,13 +152,15 @@ def _sizes(maps):
     f(lanes): registers that a thread loads in a step.
     """
     core = maps.core
-    xs = [core.program.operands[k].dtype.itemsize for k in core.xs]
+    operands = [core.program.operands[k] for k in core.xs]
+    xs = [v.dtype.itemsize for v in operands]
     words = lambda pack: sum(ceil_div(pack * n, 4) for n in xs)
     items = tuning.CUT_ITEMS
     while items > 4 and (items * words(1) > tuning.CUT_WORDS or items * maps.size > tuning.BODY):
         items //= 2
     resident = tuning.CUT_RESIDENT if maps.words < tuning.MANY_NUMBERS else tuning.CUT_RESIDENT - 1
-    return max([1, *xs, *(a.dtype.itemsize for a in core.ys)]), words, items, resident
+    of_lanes = [v.dtype.itemsize for v in operands if v.set()]  # numbers of a step are loaded one by one
+    return max([1, *of_lanes, *(a.dtype.itemsize for a in core.ys)]), words, items, resident
 
 
 def _loaded(core, pack) -> int:
@@ -203,9 +205,10 @@ def column_layout(device, maps, lanes, length, vectors) -> Layout:
         pack //= 2
     if words(1):
         each = across * parts * _loaded(maps.core, pack)
-        steps = staged_steps(pack * shared(across), each, parts, ceil_div(lanes, across * pack), length, device)
+        blocks = tuning.STAGED_COLUMNS - (maps.words >= tuning.MANY_NUMBERS)
+        steps = staged_steps(pack * shared(across), each, parts, ceil_div(lanes, across * pack), length, device, blocks)
         if length > parts * steps and steps >= items:
-            return Layout(pack, across, parts, steps, tuning.STAGED_COLUMNS, "kOverTiles", steps * each)
+            return Layout(pack, across, parts, steps, blocks, "kOverTiles", steps * each)
     return Layout(pack, across, parts, items, resident, "kOverTiles" if length > parts * items else "kOverBlock")
 
 

@@ -67,11 +67,12 @@ class Core:
     consts, xs: positions of the operands that it reads. carries, ys: the arrays that it writes, the carries first.
 
     orders: {position of an operand or, after them, of a result: how its dimensions lie in memory, see Array}, of xs and ys.
-    length: the number of steps; needed for orders.
+    length: the number of steps; needed for orders. zeros: carries whose first value is 0, beside those that the program starts with 0.
     """
 
-    def __init__(self, program, orders=None, length=1):
+    def __init__(self, program, orders=None, length=1, zeros=()):
         self.program, self.orders, self.length = program, orders or {}, length
+        self.zeros = sorted({*program.zeros, *zeros})
         first_x = program.num_consts + program.num_carry
         self.consts = [k for k in program.used if k < program.num_consts]
         self.xs = [k for k in program.used if k >= first_x]
@@ -100,6 +101,11 @@ class Core:
     def operand(self, k) -> Array:
         v = self.program.operands[k]
         return Array(v.dims, v.dtype, self.orders.get(k, ()), self.length)
+
+    @property
+    def inits(self) -> list:
+        """Positions, among the operands, of the first carries that the kernel reads."""
+        return [self.program.num_consts + k for k in range(self.program.num_carry) if k not in self.zeros]
 
     @property
     def results(self) -> list:
@@ -224,8 +230,7 @@ class Core:
             table(f"{kind}Step", (a.step for a in types[kind]), 0, "int64_t")
         table("CarriesOwner", (number(missing(a)) for a in self.carries), _NONE)
         table("YsOwner", (number(missing(a)) for a in self.ys), _NONE)
-        sums = (int(k in program.zeros) for k in range(len(self.carries)))
-        table("IsSum", sums, 0)
+        table("FromZero", (int(k in self.zeros) for k in range(len(self.carries))), 0)
         place = lambda dim: merged((d.size, int(d is dim)) for d in reversed(program.dims))
         table("PlaceMap", (number(place(d)) for d in self.indices), _NONE)
         far = max((a.reach for v in types.values() for a in v), default=0) >= 1 << 31

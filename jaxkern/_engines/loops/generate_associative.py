@@ -131,7 +131,7 @@ def source(name, spec, lanes, each) -> str:
             lines.append(
                 f"  static constexpr {type_} {k}{what}(int{' k' * bool(picks)}) {{ return {picks}{values[-1]}; }}"
             )
-    for k, value in (("CarriesOwner", -2), ("YsOwner", -2), ("IsSum", 0), ("PlaceMap", -2)):
+    for k, value in (("CarriesOwner", -2), ("YsOwner", -2), ("FromZero", 0), ("PlaceMap", -2)):
         lines.append(f"  static constexpr int {k}(int) {{ return {value}; }}")
     lines.append(f"  static constexpr int kIndices = 0, kMaps = {len(lanes.maps)}, kStart = {start};")
     lines.append("  static constexpr bool kLast = false, kFar = false;")

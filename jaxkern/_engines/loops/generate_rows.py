@@ -101,6 +101,10 @@ class RowCore:
         order = self.orders.get(place, ())
         return Array(v.dims, tuple(v.aval.shape), v.dtype, self.program.axes(v), order, self.length)
 
+    @property
+    def inits(self) -> list:
+        return self.program.inits
+
     def operand(self, k) -> Array:
         return self._array(self.program.operands[k], k)
 

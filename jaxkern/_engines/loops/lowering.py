@@ -127,17 +127,17 @@ def _in_lanes(operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
         with contextlib.suppress(TooLarge):
             loops = [_planned(part.program, length, reverse) for part in parts]
             return Loop(program, None, None, length, {}, tuple(zip(parts, loops)))
-    found = _adjacent(program, operands)
+    found, zeros = _adjacent(program, operands), _zeros(program, operands)
     if found is not None:
         with contextlib.suppress(TooLarge):
-            loop = _planned(program, length, reverse, *found)
+            loop = _planned(program, length, reverse, *found, zeros)
             if loop.launches.algorithm == "rows":
                 return loop
-    return _planned(program, length, reverse, *_transposed(program, operands, stablehlo.repeated))
+    return _planned(program, length, reverse, *_transposed(program, operands, stablehlo.repeated), zeros)
 
 
-def _planned(program, length, reverse, sources=None, orders=None) -> Loop:
-    core = Core(program, orders, length)
+def _planned(program, length, reverse, sources=None, orders=None, zeros=()) -> Loop:
+    core = Core(program, orders, length, zeros)
     launches = plan.plan(device.this_device(), core, length, reverse)
     return Loop(program, core, launches, length, sources or {})
 
@@ -200,6 +200,15 @@ def left_to_xla(ctx, jaxpr, mark, length=1):
             compat.warn_once(
                 f"{error}. XLA runs this loop, which may be a derivative or a batch of a loop in the program"
             )
+
+
+def _zeros(program, operands) -> list:
+    """The carries whose first value is the constant 0, which need not be in memory. Of a kernel without other operands, not all."""
+    if program.captured or any(program.operand_parts):
+        return []
+    first = program.num_consts
+    found = [k for k in range(program.num_carry) if k not in program.linear and stablehlo.is_zero(operands[first + k])]
+    return found if {*program.used, *program.inits} - {first + k for k in found} else found[1:]
 
 
 def _transposed(program, operands, repeated=lambda _: (None, None)):
@@ -300,7 +309,7 @@ def _parts(ctx, loop, operands, avals, types, target) -> list:
 def _kernel(ctx, loop, operands, avals, types, target) -> list:
     """The results of a loop of one kernel. types: the types of the results."""
     program, core = loop.program, loop.core
-    reads = [*core.consts, *program.inits, *core.xs]
+    reads = [*core.consts, *core.inits, *core.xs]
     writes = [jax.core.ShapedArray(shape, dtype) for shape, dtype in core.shapes(loop.length)]
     in_memory = [
         avals[k].update(shape=tuple(avals[k].shape[a] for a in core.orders.get(k, range(avals[k].ndim)))) for k in reads

@@ -33,7 +33,7 @@ class TooLarge(Unsupported):
 class Problem(typing.NamedTuple):
     """numbers: of the map of a step, in words of 32 bits. affine: whether the body is affine in its carries. adjacent: whether
     the steps of each lane lie side by side in memory, in arrays with all lanes. row: elements of the longest row along which the
-    body reduces."""
+    body reduces. itemsize: bytes of the largest element of xs and ys."""
 
     lanes: int
     steps: int
@@ -41,6 +41,7 @@ class Problem(typing.NamedTuple):
     affine: bool = True
     adjacent: bool = False
     row: int = 0
+    itemsize: int = 4
 
 
 def fits(algorithm, problem, device=None) -> bool:
@@ -56,7 +57,9 @@ def choose(problem, device=None) -> str:
     if problem.row:
         return "teams"
     sms = device.sm_count if device is not None else 132
-    few = problem.steps >= tuning.CUT_STEPS and problem.lanes < tuning.CUT_LANES * sms
+    is_small = problem.itemsize <= 2 and problem.numbers < tuning.MANY_NUMBERS
+    most = tuning.CUT_LANES * sms * (tuning.CUT_SMALL if is_small else 1)
+    few = problem.steps >= tuning.CUT_STEPS and problem.lanes < most
     if problem.adjacent and problem.lanes > 1:  # another algorithm would need transposed arrays
         few = problem.steps >= tuning.CUT_ROW_STEPS
     cuts = "rows" if problem.lanes == 1 or problem.adjacent else "columns"
@@ -93,7 +96,8 @@ def plan(device, core, length, reverse):
     of_steps = [*map(core.operand, core.xs), *core.ys]
     every_lane = any(set(program.dims).issubset(a.dims) for a in of_steps)
     adjacent = every_lane and all(a.step == 1 for a in of_steps)
-    problem = Problem(lanes, length, max(1, maps.words), affine, adjacent)
+    itemsize = max((a.dtype.itemsize for a in of_steps if any(a.dims)), default=4)
+    problem = Problem(lanes, length, max(1, maps.words), affine, adjacent, itemsize=itemsize)
     algorithm = algorithms.pick("scan", algorithms.forced("scan"), problem, device)
     if algorithm != "lanes":
         args = lambda groups: arguments(core, groups, lanes, length)
@@ -113,7 +117,7 @@ def check(core, size) -> None:
     """
     program = core.program
     lanes = math.prod(d.size for d in program.dims)
-    check_limits(program, len(core.consts) + len(program.inits) + len(core.xs) + len(core.results), lanes, size)
+    check_limits(program, len(core.consts) + len(core.inits) + len(core.xs) + len(core.results), lanes, size)
     _, maps = core.source(NAME, 1)
     if any(len(groups) > define.MAP_RANK for groups in maps):
         raise TooLarge(f"{program.label}: an array lacks every other one of {program.rank} dimensions")
@@ -141,7 +145,7 @@ def check_limits(program, arrays, lanes, size) -> None:
 
 def arguments(core, maps, lanes, length):
     """`LoopEngine::Args` of loops.cuh. maps: the groups of each index map of the source."""
-    reads, zeros = len(core.consts), core.program.zeros
+    reads, zeros = len(core.consts), core.zeros
     inits, at = [], reads
     for k in range(len(core.carries)):
         inits.append(launch.null if k in zeros else launch.operand(at))
@@ -170,7 +174,8 @@ def lanes_of_a_thread(device, core, lanes) -> int:
     stored = [a.dtype.itemsize for a in (*core.carries, *core.ys)]
     each = tuning.VECTOR_BYTES // max([2, *stored, *itemsizes(core.xs), *itemsizes(core.consts)])
     registers = values_of_a_lane(core) + tuning.LEAST_AHEAD * sum(itemsizes(core.xs)) / 4
-    few = lambda each: lanes // each < tuning.VECTOR_THREADS * device.sm_count
+    threads = tuning.BUSY_THREADS if core.function.size >= tuning.BUSY_BODY else tuning.VECTOR_THREADS
+    few = lambda each: lanes // each < threads * device.sm_count
     long = lambda each: each * core.function.size * tuning.LEAST_AHEAD > tuning.BODY
     while each > 1 and (lanes % each or few(each) or each * registers > tuning.VECTOR_REGISTERS or long(each)):
         each //= 2

@@ -3,7 +3,8 @@
 Arrays are seen as [outer, length, inner]. If inner is 1, the steps of a lane are adjacent:
 
 warp, block   a warp or a block walks through the steps of a lane
-tiles         blocks share the steps of a lane, and look back at the states that earlier ones publish
+tiles         blocks share the steps of a lane, and look back at the states that earlier ones publish; if there is one lane, and it
+              is long, blocks stay and take tiles in turn
 
 Otherwise lanes are adjacent, and a block takes some of them:
 
@@ -58,6 +59,19 @@ class RowLayout(typing.NamedTuple):
 
     def tile(self, algorithm) -> int:
         return self.items * (self.lanes if algorithm == "warp" else self.threads)
+
+
+class RingLayout(typing.NamedTuple):
+    """As RowLayout, of blocks that stay and keep several tiles in shared memory."""
+
+    pack: int
+    items: int
+    threads: int
+    blocks: int
+
+    @property
+    def tile(self) -> int:
+        return self.items * self.threads
 
 
 class ColumnLayout(typing.NamedTuple):
@@ -161,17 +175,32 @@ def layout(algorithm, problem, vectors=True, reverse=True, device=None):
     return ColumnLayout(pack, lanes, parts, items, min(32, smaller * resident), problem.arrays == 1)
 
 
-def staged_steps(states, each, parts, across, length, device) -> int:
+def ring_layout(problem, cut, device) -> RingLayout | None:
+    """Of one row whose tiles blocks keep in shared memory, if there are several for each block. cut: its RowLayout."""
+    if problem.outer > 1 or not cut.ahead or problem.words > tuning.RING_WORDS:
+        return None
+    blocks, threads = tuning.RING_BLOCKS, tuning.RING_THREADS
+    static = 4 * problem.words * threads // 32 * 3 + 64  # bytes: `Shared` of ring_scan.cuh
+    room = ((device.shared_memory + 1024) // blocks - 1024 - static) // tuning.RING_TILES
+    packs = min(room, tuning.RING_BYTES) // (threads * cut.pack * problem.itemsize * problem.arrays)
+    packs -= 1 - packs % 2  # an odd number has no bank conflicts without free places
+    found = RingLayout(cut.pack, packs * cut.pack, threads, blocks)
+    if packs < 1 or problem.length < tuning.RING_TURNS * found.tile * blocks * device.sm_count:
+        return None
+    return found
+
+
+def staged_steps(states, each, parts, across, length, device, blocks=tuning.STAGED_COLUMNS) -> int:
     """Steps of a thread in a tile of columns that a block keeps in shared memory; 0 if there is no room.
 
-    states: bytes that a block has besides. each: bytes of a step of all threads. parts: of a tile. across: blocks side by side.
+    states: bytes that a block has besides. each: bytes of a step of all threads. parts: of a tile. across: blocks side by side. blocks: of
+    a multiprocessor.
     """
     shared, sms = (tuning.MOST_SHARED, 132) if device is None else (device.shared_memory, device.sm_count)
-    free = (shared + 1024) // tuning.STAGED_COLUMNS - 1024 - states  # the GPU takes 1 KiB for each block
-    tiles = ceil_div(
-        4 * tuning.STAGED_COLUMNS * sms, across
-    )  # the last blocks of each multiprocessor leave it partly idle
-    wanted = max(tuning.COLUMN_STEPS, length // (parts * tiles))
+    free = (shared + 1024) // blocks - 1024 - states  # the GPU takes 1 KiB for each block
+    tiles = ceil_div(4 * blocks * sms, across)  # the last blocks of each multiprocessor leave it partly idle
+    of_least = length // (parts * tuning.STAGED_LEAST) * across >= tuning.STAGED_WAVE * sms
+    wanted = max(tuning.STAGED_LEAST if of_least else tuning.COLUMN_STEPS, length // (parts * tiles))
     return max(0, min(tuning.STAGED_STEPS, wanted, free // each) // 8 * 8)
 
 
@@ -237,8 +266,13 @@ def plan(device, operands, results, *, spec, axis, reverse, dims=None):
             tiles, over = ceil_div(length, cut.tile(algorithm)), f"kOver{algorithm.capitalize()}"
             kernel, threads, radix, width = "Row", cut.threads, tuning.ROW_RADIX, outer
             values = (cut.pack, cut.items, cut.lanes, threads, cut.blocks, radix, ahead, over, backwards)
+            ring = ring_layout(problem, cut, device) if shared else None
+            if ring:
+                kernel, tiles, threads = "Ring", ceil_div(length, ring.tile), ring.threads
+                values = (ring.pack, ring.items, threads, ring.blocks, backwards)
+                staged = tuning.RING_TILES * ring.tile * itemsize * len(operands)
         else:
-            tiles, over = ceil_div(length, cut.tile), "kOverTiles" if shared else "kOverBlock"
+            ring, tiles, over = None, ceil_div(length, cut.tile), "kOverTiles" if shared else "kOverBlock"
             kernel, threads, radix = "Column", cut.lanes * cut.parts, tuning.COLUMN_RADIX
             width = ceil_div(outer * inner, cut.lanes * cut.pack) * cut.lanes * cut.pack
             if shared and cut.ahead:
@@ -246,6 +280,9 @@ def plan(device, operands, results, *, spec, axis, reverse, dims=None):
             values = (cut.pack, cut.lanes, cut.parts, cut.items, cut.blocks, radix, ahead, over, backwards)
         published = slots(tiles, radix, inner == 1)
         scratch = 8 * words * width * published if shared else 0
+        blocks, waves = blocks_of(algorithm, problem, cut), 0
+        if ring:
+            scratch, blocks, waves = 8 * (words * tiles + 1), ring.blocks * device.sm_count, 1
         source = generate_associative.source(NAME, spec, lanes, 1 if inner == 1 else cut.pack)
         args = struct(
             struct(
@@ -266,9 +303,10 @@ def plan(device, operands, results, *, spec, axis, reverse, dims=None):
             f"loops/{kernel.lower()}_scan.cuh",
             f"{kernel}ScanKernel<{NAME}, {', '.join(map(str, values))}>",
             [args],
-            blocks_of(algorithm, problem, cut),
+            blocks,
             threads,
             shared=staged,
+            waves=waves,
             source=source,
         )
         return ((Memset(launch.scratch(), scratch), step) if shared else (step,)), scratch

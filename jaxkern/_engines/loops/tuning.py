@@ -1,7 +1,11 @@
 """Numbers that decide how loops map to the GPU."""
 
 VECTOR_BYTES = 16  # of a thread's load
-VECTOR_THREADS = 256  # per multiprocessor, at least, where threads take several lanes
+# Per multiprocessor, at least, where threads take several lanes: 65536 lanes of float32, two of a thread, 0.89 -> 0.93 of a copy.
+VECTOR_THREADS = 240
+# Statements of a body that arithmetic bounds, and threads per multiprocessor that take several lanes of it, at least: random walks of
+# 65536 / 131072 / 262144 lanes take 106 / 174 / 293 us with 1 / 1 / 2 lanes of a thread, and 129 / 219 / 363 us with 2 / 4 / 4.
+BUSY_BODY, BUSY_THREADS = 64, 960
 VECTOR_REGISTERS = 80  # of such a thread, at most, for its lanes: more would leave too few threads to hide latency
 THREADS = 128  # per block
 FEW_THREADS = 64  # per block, where blocks of THREADS would leave multiprocessors idle
@@ -29,9 +33,17 @@ SCAN_THREADS = 256  # per block
 SCAN_BLOCKS = 4  # per multiprocessor, with 64 registers per thread
 STAGED_BYTES = 36 * 1024  # of a tile of a row that a block keeps in shared memory: 2^27 elements 0.64 -> 0.74 of a copy
 STAGED_BLOCKS = 5  # per multiprocessor that do so
+RING_TILES = 3  # of a block that takes tiles of one row in turn: kStages of ring_scan.cuh
+# Of a multiprocessor, of a block: 2^27 elements of float32 0.88 -> 0.95 of a copy; two of 256: 0.92, and two of 512: 0.88.
+RING_BLOCKS, RING_THREADS = 4, 128
+RING_BYTES = 72 * 1024  # of such a tile, at most
+RING_TURNS = 16  # tiles of a block, at least: at 2^24 elements, which are 7, both take 56 us
+RING_WORDS = 1  # of a state, at most: 2^27 elements of cumlogsumexp, whose states have two, 0.85 -> 0.78 of a copy
 MOST_SHARED = 227 * 1024  # bytes of shared memory of a block, at most
 STAGED_COLUMNS = 3  # blocks per multiprocessor that keep a tile of columns in shared memory; two: 0.94 -> 0.85
 STAGED_STEPS = 56  # of a thread in such a tile, at most
+# At least, if the tiles make STAGED_WAVE blocks for each multiprocessor: advantages of 1024 x 2048 15.8 -> 14.9 us, oscillators 22.9 -> 20.0.
+STAGED_LEAST, STAGED_WAVE = 32, 1.5
 WARP_STEPS = 1024  # that a warp walks through, at most
 ROW_BLOCKS = 24  # rows for each multiprocessor, from which a block walks through a row
 # Loads of 16 bytes by all lanes in a step, for each multiprocessor, from which a thread runs all steps.
@@ -57,9 +69,10 @@ CUT_ITEMS = 16  # steps of a thread
 CUT_ROW_BYTES = 128  # of an array that a thread takes at a time, where the steps of one lane are adjacent
 CUT_WORDS = 48  # registers of a thread that hold elements of xs
 CUT_NUMBERS = 8  # words of the maps of a thread's lanes
-CUT_BLOCKS = 8  # for each multiprocessor, from which a thread takes several lanes
+CUT_BLOCKS = 2  # for each multiprocessor, from which a thread takes several lanes: 2048 x 2048 bfloat16 15.5 -> 13.8 us
 CUT_RESIDENT = 3  # blocks of a multiprocessor, with 80 registers per thread
-MANY_NUMBERS = 4  # words of a map, from which there is a block less: advantages of 1024 x 2048 take 15.8 -> 11.2 us
+MANY_NUMBERS = 4  # words of a map, from which there is a block less: advantages of 1024 x 2048 take 16.9 -> 16.1 us
+CUT_SMALL = 2  # times as many lanes are cut if elements have 16 bits: at 4096 x 16384 0.76 -> 0.92 of a copy
 
 # ---- loops with rows
 
