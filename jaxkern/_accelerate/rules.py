@@ -262,7 +262,9 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
                 found = find(free=True, alone=True)
             if found is not None:
                 return found, ""
-    taken, why = gate.can_scatter(problem) if settings.force else gate.chain(problem, ordered)
+    # What is sorted in any case need not be stored before.
+    sorts = _must_be_taken(problem, settings) and gate.chain(problem, True)[0] and problem.count >= gate.CHAIN_COUNT
+    taken, why = gate.can_scatter(problem) if settings.force or sorts else gate.chain(problem, ordered)
     if not taken or switch.refusal(ctx, settings):
         return None, "" if taken else why
     found = find()
