@@ -357,6 +357,19 @@ def test_only_what_a_comparison_depends_on_is_precise(jumps, divides):
     assert "lax::exp" in code and "coarse::exp" not in code and ("lax::quotient" in code) == divides
 
 
+def test_rows_of_16_bits_beside_numbers_of_32_are_divided_coarsely():
+    """What is stored of a row in float32 is computed from exponentials as accurate as that, and rows of 16 bits are not."""
+
+    def f(x):
+        e = jnp.exp(x.astype(jnp.float32))
+        z = jnp.sum(e, -1, keepdims=True)
+        return (e / z).astype(x.dtype), z
+
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)], -1, "f")
+    code = planned(function).launches[0].source
+    assert "lax::exp" in code and "coarse::exp" not in code and "lax::quotient" not in code
+
+
 @plans.needs_nvrtc
 @pytest.mark.parametrize("capability", (80, 90, 120))
 def test_kernels_compile(capability):

@@ -182,6 +182,13 @@ class Core:
     def is_coarse(self, step) -> bool:
         return self.coarse and step not in self.precise
 
+    @functools.cached_property
+    def coarse_rows(self) -> bool:
+        """Whether coarse arithmetic is enough for what is computed of elements after the last pass: rows of 16 bits alone."""
+        rows = [o.dtype for o in self.of_kind("row")]
+        narrow = all(d.itemsize == 2 and jnp.issubdtype(d, jnp.inexact) for d in rows)
+        return self.coarse or (bool(rows) and narrow and not self.of_kind("columns"))
+
     def of_kind(self, kind) -> list:
         return [o for o in self.outputs if o.kind == kind]
 

@@ -222,7 +222,7 @@ class _Writer:
         wanted = [o.value for kind in ("row", "columns") for o in self.core.of_kind(kind)]
         outs = [f"y{k}" for k in range(len(wanted))]
         given = self._given_in(len(self.core.passes))
-        body = self._call(f"{self.name}Result", wanted, given, outs) if wanted else ""
+        body = self._call(f"{self.name}Result", wanted, given, outs, self.core.coarse_rows) if wanted else ""
         arguments = ["const Numbers& n", "int32_t at", "int32_t first", "const Kept& k", *self.signature]
         arguments += [f"{_type(v)}& {y}" for v, y in zip(wanted, outs)]
         return f"  static JAXKERN_FN void Result({', '.join(arguments)}) {{ {body} }}"
@@ -263,12 +263,14 @@ class _Writer:
                 text += f" n.{inverse} = 1 / {y};"
         return text
 
-    def _call(self, name, wanted, given, targets) -> str:
+    def _call(self, name, wanted, given, targets, coarse=None) -> str:
         """A statement that computes the values `wanted` of an element or of a row into `targets`, by a functor of this name.
 
-        given(value): the expression of a value that is known there, or None.
+        given(value): the expression of a value that is known there, or None. coarse: whether coarse arithmetic is enough; None: as for
+        all of the kernel.
         """
         leaves, order = self._inputs(wanted, given)
+        coarse = (self.core.coarse if coarse is None else coarse) and self.core.precise.isdisjoint(order)
         places = [v for v in leaves if not isinstance(v, tuple) and self._is_iota(v) and not given(v)]
 
         def f(*xs):
@@ -288,6 +290,8 @@ class _Writer:
                     inverse, scale = (env.get((part, step.operands[1])) for part in ("inverse", "scale"))
                     if scale is None:
                         env[step.result] = x * inverse
+                    elif coarse:
+                        env[step.result] = x * scale * inverse
                     else:
                         env[step.result] = cpp.quotient_p.bind(x, y, inverse, scale)
                 else:
@@ -298,7 +302,6 @@ class _Writer:
         dtype = lambda v: part(v[0]) if isinstance(v, tuple) else computing(v.dtype)
         types = [INDEX if v in places else dtype(v) for v in leaves]
         outs = [computing(np.dtype(v.aval.dtype)) for v in wanted]
-        coarse = all(map(self.core.is_coarse, order))
         function = functor.of_scalars(f, types, outs, self.program.label, coarse)
         self.size += function.size
         self.functors.append(function.source(name))

@@ -26,6 +26,7 @@ class Problem(typing.NamedTuple):
     there are registers for them. stages: reductions along the row that wait for each other. narrow: results are rows of 8 bits.
     inner: rows that lie side by side, if the row is not the last dimension; pack counts rows then. For such problems, numbers:
     words of the numbers of a row. partial: bytes of what a thread reduces of it. stores: whether results have elements of rows.
+    guarded: whether some elements need not be read, by masks of places.
     shifts: if rows side by side are no whole packs, elements so far apart start at the same place of a pack; 1 otherwise.
     pivots: whether a maximum and exponentials relative to it take one stage.
     """
@@ -45,6 +46,7 @@ class Problem(typing.NamedTuple):
     stores: bool = True
     shifts: int = 1
     pivots: bool = False
+    guarded: bool = False
 
     @property
     def strided(self) -> bool:
@@ -175,7 +177,8 @@ def _lanes(algorithm, problem, most_kept, device) -> Layout | None:
     few = most_kept is not None and problem.width % pack == 0
     for lanes in (32,) if algorithm == "warp" else (1, 2, 4, 8, 16):
         how = Layout(lanes, _packs(problem, lanes), tuning.GROUP_THREADS)
-        if few and how.packs * pack > tuning.KEPT_ELEMENTS:
+        leaves_out = problem.guarded and how.packs * pack * problem.bytes <= 4 * tuning.GUARDED_WORDS
+        if few and how.packs * pack > tuning.KEPT_ELEMENTS and not leaves_out:
             continue
         if _holds(how, problem, tuning.WARP_WORDS, most_kept) and (how.packs <= each or lanes >= 16):
             return how

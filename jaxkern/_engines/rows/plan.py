@@ -12,6 +12,7 @@ from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
 from jaxkern._engines.jaxpr import Value
 from jaxkern._engines.rows import tuning
 from jaxkern._engines.rows.generate import source
+from jaxkern._engines.rows.guards import guards
 from jaxkern._engines.rows.layout import (
     ALGORITHMS,
     Layout,
@@ -97,7 +98,7 @@ def plan(device, operands, results, *, function, alone=False):
     held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]
     narrow = any(o.dtype.itemsize == 1 for o in core.of_kind("row"))
     stores = bool(core.of_kind("row") or columns)
-    more = {"narrow": narrow, "stores": stores, "pivots": bool(core.pivots)}
+    more = {"narrow": narrow, "stores": stores, "pivots": bool(core.pivots), "guarded": bool(guards(core))}
     problem = Problem(rows, width, held, pack, summed, core.kept_words, len(core.stages), **more)
     algorithm = _picked(function, problem, device)
     own = _Rows(device, function, arrays, rows, width)

@@ -108,6 +108,9 @@ STRIDED_MOST = 1280  # blocks, where blocks share rows
 KEPT_WORDS = 40
 # Lanes of a warp keep the values of few elements [soft cap, float32 131072 x 1024: 248 us with 16 in 64 threads, 260 with 32].
 KEPT_ELEMENTS = 16
+# Words of a row in a lane that may keep more, where masks exclude elements [H100; causal softmax, bfloat16 131072 x 1024, whose numbers are
+# stored: 160 us with 16 in a warp, 179 with 8 in 64 threads].
+GUARDED_WORDS = 16
 # Wide blocks keep fewer [soft cap, float32 8192 x 16384: 337 us with 1024 threads of 16 elements, 425 with 512 of 32].
 WIDE_THREADS, WIDE_ELEMENTS = 512, 16
 # Rows of a matrix that are taken together, see rows.cuh [H100; softmax with a bias, bfloat16 8 x 16 x 2048 x 2048: 784 us, 1044 without].
