@@ -5,7 +5,7 @@ kept in the cache.
 
   1. What is loaded: versions, devices, the compiler of the kernels, and whether operations run as kernels here or through XLA.
   2. Whether results are right: operations and their gradients against NumPy in float64.
-  3. How fast they are: milliseconds beside XLA and beside a copy of the same bytes.
+  3. How fast they are: milliseconds beside XLA and, on a GPU, beside a copy of the same bytes.
 
 On a machine with an NVIDIA GPU, the CUDA kernels are checked and timed. Without one, the same operations run through XLA: parts
 2 and 3 then check and time XLA's code, and no CUDA kernel runs.

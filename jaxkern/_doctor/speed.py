@@ -49,10 +49,10 @@ def show_row_speed() -> None:
     print(
         f"\nrows of [{rows}, 2048] on {jax.devices()[0].device_kind}; the gradient reads two arrays, a reduction writes none"
     )
-    print(header(*["copy"] * on_gpu()))
+    print(header(*["copy"] * kernels_run()))
     for dtype in dtypes():
         x = jax.random.normal(jax.random.key(0), (rows, 2048), dtype)
-        copy = [seconds(jax.jit(jnp.copy), x)] if on_gpu() else []
+        copy = [seconds(jax.jit(jnp.copy), x)] if kernels_run() else []
         for operation in OPERATIONS:
             ours, theirs = (getattr(m, operation) for m in (jaxkern, jax.nn))
             rows_of_table = [("", seconds(jax.jit(ours), x), seconds(jax.jit(theirs), x))]
@@ -130,9 +130,9 @@ def show_indexed_speed() -> None:
 COLUMNS = """
 Times are in milliseconds per call; lower is faster.
   jaxkern    this library{ours}
-  XLA        the same in jax.nn, jax.ops or jnp
-  copy       a copy of the operand, which a kernel that reads one array and writes one can hardly beat"""
+  XLA        the same in jax.nn, jax.ops or jnp"""
 ON_GPU = """
+  copy       a copy of the operand, which a kernel that reads one array and writes one can hardly beat
   algorithm  how jaxkern's kernel works: see docs/switches.md
 Best of three batches of calls. A kernel near the copy is as fast as memory; one slower than XLA is worth a report."""
 ELSEWHERE = """
