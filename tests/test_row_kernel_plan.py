@@ -68,6 +68,9 @@ CASES = [
     ("branch", (4, 50), "float32", True, "lanes"),
     ("loss", (9, 777), "bfloat16", False, "block"),
     ("smoothed_loss", (3, 1100), "float32", False, "cluster"),
+    ("smoothed_loss", (9, 301), "bfloat16", False, "lanes"),
+    ("smoothed_loss", (3, 3001), "float32", False, "streaming"),
+    ("smoothed_loss", (3, 3001), "float32", False, "split"),
 ]
 
 
@@ -88,6 +91,14 @@ ACROSS = [
         lambda x, w: (jax.nn.log_softmax(x + w, 1), jnp.sum(x * x), jnp.argmax(x, 1)),
         (2, 50, 64),
         (2, 50, 1),
+        "float32",
+        False,
+    ),
+    (
+        "pick",
+        lambda x, w: jnp.take_along_axis(x, (9 * w).astype(int) % 30, 1),
+        (2, 30, 48),
+        (2, 1, 48),
         "float32",
         False,
     ),

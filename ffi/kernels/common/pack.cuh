@@ -234,12 +234,36 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const
   return pack;
 }
 
+// LoadVector if `has`, else zeros, without a branch: the compiler would wait for the vector where branches meet.
+template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVectorIf(bool has, const T* p, ReadPolicy policy) {
+  Pack<T, N> pack = ZeroPack<T, N>();
+  if constexpr (N * sizeof(T) == 16) {
+    asm volatile(
+        "{\n\t.reg .pred has;\n\tsetp.ne.u32 has, %6, 0;\n\t"
+        "@has ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n\t}"
+        : "+r"(pack.word[0]), "+r"(pack.word[1]), "+r"(pack.word[2]), "+r"(pack.word[3])
+        : "l"(p), "l"(policy.bits), "r"(static_cast<uint32_t>(has)));
+  } else if constexpr (N * sizeof(T) == 8) {
+    asm volatile(
+        "{\n\t.reg .pred has;\n\tsetp.ne.u32 has, %4, 0;\n\t"
+        "@has ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;\n\t}"
+        : "+r"(pack.word[0]), "+r"(pack.word[1])
+        : "l"(p), "l"(policy.bits), "r"(static_cast<uint32_t>(has)));
+  } else {
+    if (has) pack = LoadVector<T, N>(p, policy);
+  }
+  return pack;
+}
+
 #else  // tests that run kernels on the CPU
 
 __device__ __forceinline__ ReadPolicy MakeReadPolicy(bool) { return {0}; }
 template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const T* p, ReadPolicy) {
   emulated::CheckAligned(p, N * sizeof(T));
   return LoadVector<T, N>(p);
+}
+template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVectorIf(bool has, const T* p, ReadPolicy policy) {
+  return has ? LoadVector<T, N>(p, policy) : ZeroPack<T, N>();
 }
 
 #endif

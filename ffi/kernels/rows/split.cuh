@@ -106,6 +106,12 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
         }
       };
       if constexpr (!Engine::AnyGuarded()) n = begin();
+      typename Engine::Picked picked;
+      if constexpr (kStage == 0) {
+        Engine::EachPick(a, n, [&](int k, int column) {
+          Engine::template Load<1>(a, n, at, column, picked[k], policy, typename Engine::RowIndex());
+        });
+      }
       Known<0>(args, row, turn, n);
       if constexpr (!kLast) {
         TileRuns<F, kStage> runs(n);
@@ -119,6 +125,7 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
         Partial<kStage> sum = runs.Total();
         NoRoom room;
         Engine::Stages::template Join<kStage, 0, kThreads>(sum, turn, room);
+        Engine::template AddPicks<kStage>(a, n, picked, sum);
         if (lane == 0) static_cast<Partial<kStage>*>(args.partial[kStage])[row * args.parts + part] = sum;
       } else {
         if constexpr (!kAlone) {

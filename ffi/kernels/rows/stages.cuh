@@ -42,7 +42,12 @@ template <class F> struct FactorOf<F, decltype(void(F::Factor(0.0f)))> {
   static __device__ __forceinline__ float Of(float difference) { return F::Factor(difference); }
 };
 
+// How many elements of a row F picks.
+template <class F, class = void> struct PicksOf : std::integral_constant<int, 0> {};
+template <class F> struct PicksOf<F, decltype(void(F::kPicks))> : std::integral_constant<int, F::kPicks> {};
+
 template <class F> struct RowStages {
+  static constexpr int kPicks = PicksOf<F>::value;
   using Numbers = typename F::Numbers;
 
   // What a pass reduces of an element or a pack, what a thread has reduced in a pass, and in a stage.

@@ -70,7 +70,10 @@ struct StridedRows {
   static constexpr int kRows = Engine::kRows, kResults = Engine::kResults;
   static constexpr int kGroups = kThreads / kLanes, kTile = kGroups * kPacks;  // elements of all groups at a time
   static constexpr bool kAlone = kStage < 0;                                   // the block computes all of its rows
-  static constexpr bool kPacked = kLanes == kWarp;                             // with kShifted: tiles are packs
+  // Whether absent elements are skipped by a branch, where the compiler also reduces them, so that one load is in flight. With packs of
+  // 16 bits that are held, or shifted, threads are enough to hide that, and registers few.
+  static constexpr bool kBranches = kShifted || (!kStreams && N > 4), kBeside = kStreams && !kShifted;
+  static constexpr bool kPacked = kLanes == kWarp;  // with kShifted: tiles are packs
   static constexpr int kTileRows = kPacked ? (kLanes - 2) * N : kLanes * N - N + 1;
 
   const StridedRowArgs<F>& a;
@@ -83,6 +86,7 @@ struct StridedRows {
   ReadPolicy policy;
   Numbers n[N];
   typename Engine::template Held<N, 1> held[kPacks];
+  typename Engine::template ColumnPacks<1> beside[kBeside ? kPacks : 1];  // columns of these elements, read with them
 
   // Whether row i of the N of this thread is in the tile.
   __device__ __forceinline__ bool Has(int i) const { return kShifted ? i >= low && i < high : live; }
@@ -115,22 +119,23 @@ struct StridedRows {
     }
   }
 
-  template <bool same, class R> __device__ __forceinline__ Pack<R, N> LoadOne(const R* from) {
-    if (!live) return ZeroPack<R, N>();
+  template <bool same, class R> __device__ __forceinline__ Pack<R, N> LoadOne(bool has, const R* from) {
+    if constexpr (!kBranches && !same && N > 1 && N * sizeof(R) <= 16) return LoadVectorIf<R, N>(has, from, policy);
+    if (!has) return ZeroPack<R, N>();
     if constexpr (same) return Filled<R, N>(Element(LoadRowElement<R>(from, policy), 0));
     else return LoadRowPack<R, N>(from, policy);
   }
   // Element k of this thread, whose first one lies at `from`.
-  template <class... R, size_t... I> __device__ __forceinline__ void Load(Packs& pack, int k,
+  template <class... R, size_t... I> __device__ __forceinline__ void Load(bool has, Packs& pack, int k,
                                                                           const int64_t (&from)[kRows + 1], Types<R...>,
                                                                           std::index_sequence<I...>) {
-    ((At<I>(pack) = LoadOne<(kSame >> I & 1) != 0>(static_cast<const R*>(a.rows.row[I]) + from[I] +
-                                                   k * (kGroups * a.row_stride[I]))),
+    ((At<I>(pack) = LoadOne<(kSame >> I & 1) != 0>(
+          has, static_cast<const R*>(a.rows.row[I]) + from[I] + k * (kGroups * a.row_stride[I]))),
      ...);
   }
   // The same for rows of the tile alone.
   template <bool same, class R> __device__ __forceinline__ Pack<R, N> LoadPart(const R* from) {
-    if constexpr (same) return LoadOne<same>(from);
+    if constexpr (same) return LoadOne<same>(live, from);
     Pack<R, N> pack = ZeroPack<R, N>();
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -145,11 +150,29 @@ struct StridedRows {
                                                     k * (kGroups * a.row_stride[I]))),
      ...);
   }
+  template <class... C, size_t... J>
+  __device__ __forceinline__ void LoadColumns(int k, int element, Types<C...>, std::index_sequence<J...>) {
+    (SetElement(At<J>(beside[k]), 0, __ldg(static_cast<const C*>(a.rows.column[J]) + element)), ...);
+  }
+  template <size_t J, class C> __device__ __forceinline__ auto Column(int k, int element) {
+    if constexpr (kBeside) return Wide<C>(Element(At<J>(beside[k]), 0));
+    else return Wide<C>(static_cast<const C*>(a.rows.column[J])[element]);
+  }
   template <size_t... I> __device__ __forceinline__ void LoadAll(int first, std::index_sequence<I...> all) {
-    const int own = first + static_cast<int>(threadIdx.x) / kLanes;
+    const int own = first + static_cast<int>(threadIdx.x) / kLanes, bound = kShifted && over ? end - 1 : end;
     const int64_t from[kRows + 1] = {at[I] + own * a.row_stride[I]..., 0};
-    Each(first, kShifted && over ? end - 1 : end,
-         [&](int k, int) { Load(held[k].x[0], k, from, typename F::Rows(), all); });
+    if constexpr (kBranches) {
+      Each(first, bound, [&](int k, int) { Load(live, held[k].x[0], k, from, typename F::Rows(), all); });
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k)
+        Load(live && own + k * kGroups < bound, held[k].x[0], k, from, typename F::Rows(), all);
+    }
+    if constexpr (kBeside) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k)
+        LoadColumns(k, min(own + k * kGroups, end - 1), typename F::Columns(), typename Engine::ColumnIndex());
+    }
     if (kShifted && over) {
       Each(first, [&](int k, int element) {
         if (element == end - 1) LoadPartOf(held[k].x[0], k, from, typename F::Rows(), all);
@@ -162,7 +185,10 @@ struct StridedRows {
                                               std::index_sequence<I...>, std::index_sequence<J...>) {
     Value<p> value;
     F::Reduce(Pass<p>(), numbers, element, element, held[k].kept[0][i], value, WideElement(At<I>(held[k].x[0]), i)...,
-              Wide<C>(static_cast<const C*>(a.rows.column[J])[element])...);
+              Column<J, C>(k, element)...);
+    if constexpr (p == 0 && Stages::kPicks > 0) {  // other rows of the thread pick other elements
+      F::Pick(numbers, element, element, value, WideElement(At<I>(held[k].x[0]), i)..., Column<J, C>(k, element)...);
+    }
     return value;
   }
 
@@ -259,7 +285,7 @@ struct StridedRows {
       for (int i = 0; i < N; ++i) {
         Slots<std::index_sequence<L...>, S...> term;
         F::Result(n[i], element, element, held[k].kept[0][i], WideElement(At<I>(held[k].x[0]), i)...,
-                  Wide<C>(static_cast<const C*>(a.rows.column[J])[element])..., At<K>(value)[i]..., At<L>(term)...);
+                  Column<J, C>(k, element)..., At<K>(value)[i]..., At<L>(term)...);
         (StoreElement(At<K>(y), i, At<K>(value)), ...);
         ((At<L>(sum) += Has(i) ? At<L>(term) : S(0)), ...);
       }

@@ -8,6 +8,7 @@ Its functions compute one element at a time. Each is a functor that _core/cpp.py
     Counts           whether an element of a row counts, see guards.py
     Reduce           the values of an element that a pass reduces; Identity and Combine belong to its reductions. Where threads add up
                      in float64, Neutral is the identity of what a pack is reduced to, in float32, and Widened converts that
+    Place, Pick      where the first pass picks elements: their places, kPicks of them; adds such an element to what is reduced
     Pivot, Rescale   in a stage of two passes, a maximum and sums with exponentials: the number that exponents are relative to;
                      multiplies sums and kept exponentials, to make them relative to another number
     Result           the values of an element that are stored, or summed over rows
@@ -26,10 +27,9 @@ from jaxkern._core.cpp import cpp_type
 from jaxkern._core.draws import draw_in_pack_p
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import INDICES, MOVES, NOT_ELEMENTWISE, REDUCTIONS, Constant, compute, widened
-from jaxkern._engines.rows.guards import guards
+from jaxkern._engines.rows.guards import guards, place_of
 from jaxkern._engines.rows.program import groups_of_index
-
-INDEX = np.dtype(np.int32)  # of places along a dimension
+from jaxkern._engines.rows.reductions import INDEX, Reduction, part_type
 
 
 class Source(typing.NamedTuple):
@@ -146,11 +146,12 @@ class _Writer:
             yield f"  static JAXKERN_FN bool Counts(Pass<{at}>, const Numbers& n, int32_t at) {{ {body} }}"
 
     def _pass(self, p) -> list:
-        """Reduced, Identity, Combine, Reduce and After of a pass."""
+        """Reduced, Identity, Combine, Reduce and After of a pass, and Place and Pick of the first."""
         steps = self.core.passes[p]
-        parts, sums, identity, combine, after, reduced, values = [], [], [], [], [], [], []
+        parts, sums, identity, combine, after, reduced, values, picked = [], [], [], [], [], [], [], []
         for step in steps:
-            own = _Reduction(self, step, p, len(parts))
+            place = place_of(self.core, step) if p == 0 else None
+            own = Reduction(self, step, p, len(parts))
             parts += own.parts
             sums += own.sums
             identity += own.identity
@@ -161,6 +162,10 @@ class _Writer:
             ]
             for v, divisor in self.core.quotients.get(step.results[0], {}).items():
                 after.append(f"n.{self.members[v]} = {_type(v)}(p.{own.parts[0][1]} / {self.number(divisor)});")
+            if place is not None:
+                picked.append((own, place))
+                values.append((own.parts[0][1], own.identity[0]))
+                continue
             # A functor writes its results in their own types; parts of words smaller than a lane exchanges are widened.
             values += [(part, f"t{len(reduced) + k}") for k, (_, part) in enumerate(own.parts[: len(own.operands)])]
             values += [(part, "at") for _, part in own.parts[len(own.operands) :]]
@@ -169,9 +174,9 @@ class _Writer:
         locals_ = [f"t{k}" for k in range(len(reduced))]
         declare = " ".join(f"{_type(v)} {t};" for v, t in zip(reduced, locals_))
         targets = [*locals_, *here.values()]
-        reduce = self._call(f"{self.name}Reduce{p}", [*reduced, *here], self._given_in(p), targets)
+        reduce = self._call(f"{self.name}Reduce{p}", [*reduced, *here], self._given_in(p), targets) if targets else ""
         sets = " ".join(f"p.{part} = {value};" for part, value in values)
-        members = lambda found: " ".join(f"{_part_type(d)} {v};" for d, v in found)
+        members = lambda found: " ".join(f"{part_type(d)} {v};" for d, v in found)
         value = f"Reduced{p}" if sums == parts else f"Value{p}"
         types = {f"Reduced{p}": sums, value: parts}
         known = {v for step in steps for x in step.results for v in (x, *self.core.quotients.get(x, ()))}
@@ -201,8 +206,21 @@ class _Writer:
             ),
             *([] if sums == parts else narrow),
             f"  static JAXKERN_FN void Reduce({', '.join(arguments)}) {{ {declare} {reduce} {sets} }}",
+            *(self._picks(picked) if picked else ()),
             f"  static JAXKERN_FN void After(Pass<{p}>, Numbers& n, const Reduced{p}& p) {{ {' '.join(after)} {later} }}",
         ]
+
+    def _picks(self, picked):
+        """Place and Pick. picked: (reduction, the number that is the place) of each."""
+        places = _cases((f"n.{self.members[v]}" for _, v in picked), "k")
+        names = [f"t{k}" for k in range(len(picked))]
+        call = self._call(f"{self.name}Pick", [own.operands[0] for own, _ in picked], self._given_in(0), names)
+        declare = " ".join(f"{_type(own.operands[0])} {t};" for (own, _), t in zip(picked, names))
+        sets = " ".join(own.taken("p", f"p.{own.parts[0][1]}", t) for (own, _), t in zip(picked, names))
+        arguments = ", ".join(["const Numbers& n", "int32_t at", "int32_t first", "P& p", *self.signature])
+        yield f"  static constexpr int kPicks = {len(picked)};"
+        yield f"  static JAXKERN_FN int32_t Place(const Numbers& n, int k) {{ return {places}; }}"
+        yield f"  template <class P> static JAXKERN_FN void Pick({arguments}) {{ {declare} {call} {sets} }}"
 
     def _pivot(self, s) -> str:
         """Pivot and Rescale of a stage of two passes."""
@@ -363,47 +381,6 @@ class _Writer:
         return f"n.i{self.core.indices.index(index)}"
 
 
-class _Reduction:
-    """How a pass reduces the operands of a step.
-
-    operands: the values of an element that are reduced. parts: (dtype, member) of what threads have reduced, one for each operand,
-    and the place for argmax and argmin; members are numbered from `first`. identity: an expression for each part. combine:
-    statements that make y, all parts, of p and q.
-    """
-
-    def __init__(self, writer, step, number, first):
-        kind, count = REDUCTIONS[step.name], len(step.results)
-        self.operands = step.operands[:count] if kind == "reduce" else step.operands[:1]
-        types = [computing(np.dtype(v.aval.dtype)) for v in self.operands]
-        if kind in ("argmax", "argmin"):
-            types.append(INDEX)
-        self.parts = [(d, f"v{first + k}") for k, d in enumerate(types)]
-        self.sums = self.parts
-        members = [m for _, m in self.parts]
-        p, q, y = ([f"{side}.{m}" for m in members] for side in "pqy")
-        if kind == "reduce":
-            self.identity = [writer.number(v) for v in step.operands[count:]]
-            name = f"{writer.name}Combine{number}_{first}"
-            writer.functors.append(_combine(name, step, types))
-            self.combine = [f"{name}()({', '.join([*p, *q, *y])});"]
-        elif kind in ("argmax", "argmin"):
-            self.identity = [_least(types[0], kind[3:]), f"{2**31 - 1}"]
-            better = ">" if kind == "argmax" else "<"
-            same = f"{q[0]} == {p[0]} || ({q[0]} != {q[0]} && {p[0]} != {p[0]})"
-            takes = f"{q[0]} {better} {p[0]} || ({q[0]} != {q[0]} && {p[0]} == {p[0]}) || (({same}) && {q[1]} < {p[1]})"
-            sets = [f"{to} = takes ? {b} : {a};" for to, a, b in zip(y, p, q)]
-            self.combine = [f"{{ const bool takes = {takes};", *sets, "}"]
-        else:
-            self.identity = [_least(types[0], kind)]
-            overload = {"and": "and_", "or": "or_", "xor": "xor_"}.get(kind, kind)
-            own = cpp_type(types[0])
-            if writer.core.adds_in_float64(step):
-                self.sums = [(np.dtype(np.float64), members[0])]
-                self.combine = [f"{y[0]} = lax::add({p[0]}, {q[0]});"]
-            else:
-                self.combine = [f"{y[0]} = lax::{overload}({own}({p[0]}), {own}({q[0]}));"]
-
-
 def _cases(values, at="s") -> str:
     """The expression of values[at]."""
     return "".join(f"{at} == {k} ? {v} : " for k, v in enumerate(values)) + "0"
@@ -418,36 +395,3 @@ def _stored(output) -> str:
     """The C++ type of an array that a kernel writes."""
     own = cpp_type(output.dtype)
     return f"{own[:-1]}, true>" if output.saturates else own
-
-
-def _part_type(dtype) -> str:
-    """The type of a part of a reduction: at least as wide as what lanes exchange."""
-    return cpp_type(dtype) if np.dtype(dtype).itemsize >= 4 else "int32_t"
-
-
-def _least(dtype, kind) -> str:
-    """The identity of a reduction."""
-    dtype = np.dtype(dtype)
-    if kind in ("max", "min"):
-        if jnp.issubdtype(dtype, jnp.floating):
-            return cpp.literal(np.asarray(-np.inf if kind == "max" else np.inf, dtype), dtype)
-        if dtype == np.bool_:
-            return "false" if kind == "max" else "true"
-        info = jnp.iinfo(dtype)
-        return cpp.literal(info.min if kind == "max" else info.max, dtype)
-    if kind == "and":
-        return "true" if dtype == np.bool_ else cpp.literal(-1 if dtype.kind == "i" else jnp.iinfo(dtype).max, dtype)
-    return cpp.literal(np.asarray(1 if kind == "mul" else 0, dtype), dtype)
-
-
-def _combine(name, step, types) -> str:
-    """The functor of the user's function of `lax.reduce`, which takes two of each part."""
-    closed = step.params["jaxpr"]
-    closed = closed if hasattr(closed, "consts") else jax.extend.core.ClosedJaxpr(closed, step.params["consts"])
-    call = jax.extend.core.jaxpr_as_fun(closed)
-
-    def f(*xs):
-        ys = call(*(jax.lax.convert_element_type(x, v.aval.dtype) for x, v in zip(xs, closed.jaxpr.invars)))
-        return [jax.lax.convert_element_type(y, d) for y, d in zip(ys, types)]
-
-    return functor.of_scalars(f, [*types, *types], types, step.equation.primitive.name, False).source(name)

@@ -1,9 +1,13 @@
 """Which elements of a row need not be read, because places, indices and numbers of the row decide that they do not count.
 
 In `where(key <= query, x, -inf)`, x counts where the condition is true. A pack of which no element counts is not read.
+An element at a place that is known when a row begins is read by itself: the row is not searched for it.
 """
 
+import numpy as np
+
 from jaxkern._engines.jaxpr import INDICES, MOVES, NOT_ELEMENTWISE, REDUCTIONS, Value
+from jaxkern._engines.rows.picks import PICKS
 
 
 def guards(core) -> dict:
@@ -16,6 +20,31 @@ def guards(core) -> dict:
     search = _Search(core, uses, {o.value for o in core.outputs}, {}, {})
     found = {k: search.of_value(core.program.operands[k]) for k in core.rows}
     return {k: conditions for k, conditions in found.items() if conditions}
+
+
+def place_of(core, step):
+    """The number that is the place of the element that a reduction picks, or None if it is not known when a row begins."""
+    if step.origin is None or step.origin.primitive.name not in PICKS or step.name != "reduce_max":
+        return None
+    made = core.step_of
+    select = made.get(_moved(made, step.operands[0]))
+    hit = made.get(_moved(made, select.operands[0])) if select is not None and select.name == "select_n" else None
+    if hit is None or hit.name != "eq":
+        return None
+    places, number = (_moved(made, v) for v in hit.operands)
+    iota = made.get(places)
+    if iota is None or iota.name not in INDICES or core.index_of(iota) != {core.program.row: 1}:
+        return None
+    if not isinstance(number, Value) or number.is_row or not number.dtype == np.int32 == places.dtype:
+        return None
+    return number if number in core.members and core.pass_of(number) == 0 else None
+
+
+def _moved(made, v):
+    """The value that v is a copy of, perhaps broadcast, as long as it belongs to an element."""
+    while isinstance(v, Value) and v.is_row and (step := made.get(v)) is not None and step.name in MOVES:
+        v = step.operands[0]
+    return v
 
 
 class _Search:

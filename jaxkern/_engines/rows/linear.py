@@ -185,7 +185,7 @@ def replace(program, step, operands, f, stage=0):
     """Puts f, a function in jnp of these Values, in the place of a step. stage: of sums in it, at least."""
     at = program.steps.index(step)
     before, after, program.steps = program.steps[:at], program.steps[at + 1 :], []
-    (total,) = program.inlined(step.equation, operands, f)
+    (total,) = program.inlined(step.origin or step.equation, operands, f)
     for s in program.steps:
         s.stage = stage if s.name == "reduce_sum" else 0
         program.unite_step(s)
