@@ -54,7 +54,7 @@ class accelerate(contextlib.ContextDecorator):
     * "scatter_add", "scatter_max", "scatter_min": scatters of rows: `x.at[i].add`, `jax.ops.segment_sum`, jraph's models,
       the gradients of `x[i]`, `jnp.take` and `flax.linen.Embed`
     * "logsumexp": `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
-    * "softmax": the gradient of `jax.nn.softmax`
+    * "softmax": the gradient of `jax.nn.softmax`; in float32, "rows" take it instead where they are on
     * "dot_product_attention": the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks
     * "log_softmax": the gradient of `jax.nn.log_softmax` in 16 bits
     * "softmax_cross_entropy": `optax.softmax_cross_entropy_with_integer_labels`, loss and gradient

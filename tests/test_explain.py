@@ -153,6 +153,16 @@ def test_the_gradient_of_attention():
 
 
 @pytest.mark.skipif(not jaxkern._core.registry.kernels_run(), reason="no kernels")
+@pytest.mark.parametrize("without, operation", [((), "rows"), ("rows", "softmax")])
+def test_softmax_in_float32_is_left_to_rows(without, operation):
+    """What they leave is then the program as it is without us."""
+    f = jax.grad(lambda x: jnp.square(jax.nn.softmax(jnp.tanh(x))).sum())
+    with jaxkern.accelerate(without=without):
+        found = jaxkern.explain(f)(jax.ShapeDtypeStruct((4096, 512), jnp.float32))
+    assert {d.operation for d in found} == {operation}, found
+
+
+@pytest.mark.skipif(not jaxkern._core.registry.kernels_run(), reason="no kernels")
 def test_explain_lists_operations_on_request():
     f = jax.grad(lambda x: jnp.square(jax.nn.log_softmax(x) @ x.T).sum().astype(jnp.float32))
     large, small = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 256), (16, 256)))
