@@ -109,8 +109,9 @@ def _parts(p: Problem, device) -> int:
 
 
 def _joins_few(p: Problem) -> bool:
-    """Whether parts give fewer than k candidates. A function is evaluated once, so its parts are not read again."""
-    return p.k >= tuning.FEW_OF_PART and not p.applied
+    """Whether parts give fewer than k candidates. A function is evaluated once, so its parts are not read again. Of 16 bits many
+    elements are equal, and the largest are in the first part."""
+    return p.k >= tuning.FEW_OF_PART and not p.applied and jnp.dtype(p.dtype).itemsize == 4
 
 
 def _of_part(p: Problem, parts: int) -> int:

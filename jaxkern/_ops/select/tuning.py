@@ -15,7 +15,7 @@ SORTED_OF_K = {4: ((1024, 8), (4096, 6)), 2: ((1024, 1024), (4096, 12), (8192, 8
 # A part has at least so many elements, or so many times k, so that reading it takes longer than selecting [50 of 64x128256, bfloat16: 25, with
 # 4096 25, with 16384 27; 10 of 2^20: 11, 9, 13; 50 of 8x128256: 16, 17, 19; 1024 of 16x262144: 87, with 8 times k 91, with 32 90].
 PART, PART_OF_K = 8192, 16
-# From so many elements on, a part gives fewer candidates than k [k candidates of each part, and fewer: 50 of 64x128256, bfloat16: 25.4, 23.5;
+# From so many elements on, a part gives fewer candidates than k [k of each part, and fewer: uniform bfloat16, 50 of 64x128256: 25, 36;
 # 100 of 64x128256, float32: 30.6, 26.9; 512: 81, 39; 100 of 2^24: 46, 38; 256 of 16x262144: 49, 25; rows that ascend, 2048 of 64x128256: 126,
 # 144, as a part is read again]. There are parts for about FEW_MEAN of the k in each, of FEW_PART elements or more: so few candidates are not
 # sorted, but counted [2048 of 64x128256 in 8, 15, 25 and 32 parts: 84, 82, 88, 67].
