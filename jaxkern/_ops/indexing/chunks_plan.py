@@ -190,8 +190,9 @@ class Shape(typing.NamedTuple):
 def range_shape(run, vectors, size, gaps):
     """(RangeShape, warps) for rows of `vectors` of `size` bytes; gaps: no other thread compares neighbouring keys."""
     part, positions = run.indices.part, run.indices.positions
-    # If most rows receive updates, a warp can check more rows and positions.
-    dense = positions >= run.indices.dropped
+    # If most rows receive updates, a warp can check more rows and positions. Long rows take longer to write than to check, and if few of
+    # the indices name a row here, because others do on other devices, a warp would have many to write.
+    dense = positions >= run.indices.dropped and vectors * size < tuning.DENSE_ROW_BYTES
     checked, tile_bytes = tuning.DENSE_BYTES if dense else tuning.SPARSE_BYTES, tuning.RANGE_COLUMN_BYTES
     rows = power_of_two(checked // (vectors * size), 1, tuning.RANGE_ROWS)
     column_tile = tile_bytes // size if vectors * size > 2 * tile_bytes else vectors
