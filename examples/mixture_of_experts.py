@@ -108,6 +108,7 @@ def main():
     if min(args.tokens, args.width, args.steps) < 1 or args.experts < CHOSEN:
         parser.error(f"--tokens, --width and --steps start at 1, --experts at {CHOSEN}")
     display.check_out(parser, args.out)
+    jax.config.update("jax_default_matmul_precision", "float32")  # the products with masks would round tokens to TF32
     capacity = -(-args.tokens * CHOSEN * 5 // (4 * args.experts))  # a quarter more than an even share
 
     keys = jax.random.split(jax.random.key(0), 5)
