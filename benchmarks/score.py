@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import jaxkern
 from benchmarks import _cell, _goals, fused_softmax
 from benchmarks._program import Program
+from jaxkern._ops.softmax import plan
 
 OPERATION = "score"
 DIRECTIONS = ("forward", "backward")
@@ -97,7 +98,7 @@ def programs(cell: Cell, algorithms: bool) -> list[Program]:
     specs = cell.operands()
     found = [Program(_goals.OURS, _directed(cell, _ours(cell, "auto")), specs)]
     if algorithms and jax.default_backend() == "gpu":
-        fitting = [t for t in ALGORITHMS if jaxkern.algorithms.fits("softmax", t, **_problem(cell))]
+        fitting = [t for t in ALGORITHMS if plan.fits(t, _problem(cell), jaxkern.algorithms.this_device())]
         found += [Program(f"{_goals.OURS}:{t}", _directed(cell, _ours(cell, t)), specs) for t in fitting]
     return [*found, Program("xla", _directed(cell, _composition(cell)), specs)]
 
@@ -138,19 +139,19 @@ def _composition(cell: Cell) -> Callable[..., jax.Array]:
     return softmax
 
 
-def _problem(cell: Cell) -> dict[str, Any]:
-    """The arguments with which to ask `jaxkern.algorithms`."""
-    rows = math.prod(cell.case.shape[:-1])
-    problem = {"rows": rows, "width": cell.case.width, "dtype": cell.dtype, "fused": True}
-    return problem | {"backward": cell.direction == "backward"}
+def _problem(cell: Cell) -> plan.Problem:
+    """What the plan of the kernels chooses by."""
+    rows, backward = math.prod(cell.case.shape[:-1]), cell.direction == "backward"
+    return plan.Problem(rows, cell.case.width, dtype=cell.dtype, backward=backward, fused=True)
 
 
 def chosen_algorithm(cell: Cell) -> str | None:
     """The algorithm that runs a cell by default on this GPU."""
     try:
-        return jaxkern.algorithms.choose("softmax", **_problem(cell)) if jax.default_backend() == "gpu" else None
+        device = jaxkern.algorithms.this_device() if jax.default_backend() == "gpu" else None
     except RuntimeError:
         return None
+    return device and plan.choose(_problem(cell), device)
 
 
 Inputs = fused_softmax.Inputs
