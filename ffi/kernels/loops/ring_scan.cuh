@@ -100,7 +100,7 @@ template <class F, int N, int kItems, int kThreads, bool kReverse> struct RingSc
     Load(a, joined, room(0));
     Load(a, next, room(1));
 
-    Prefix walked, before_last;  // before_last: the steps of tile `last` before those of this thread
+    Prefix walked, before_last;  // before_last: what precedes this thread in tile `last`
     int64_t done = 0;
     for (int stage = 0;;) {
       const int of_last = stage == 0 ? kStages - 1 : stage - 1;
