@@ -110,7 +110,8 @@ def scan(
         if checkpoint_every < 1:
             raise ValueError(f"jaxkern.scan: checkpoint_every must be at least 1, got {checkpoint_every}")
 
-    run = lambda init, xs: loop(f, init, xs, length, reverse, unroll, checkpoint_every)
+    options = {"length": length, "reverse": reverse, "unroll": unroll, "checkpoint_every": checkpoint_every}
+    run = functools.partial(loop, f, **options)
     try:
         if compat.stages():
             carry, ys = run(init, xs)
