@@ -5,9 +5,12 @@ program in the same way. Each returns (taken, reason). A case that lies outside 
 names the measurements of each threshold.
 """
 
+import functools
 import typing
 
 import jax.numpy as jnp
+
+remembered = functools.lru_cache(maxsize=1024)  # a program asks the same of many scatters
 
 SCATTER_DTYPES = frozenset(
     map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.int32, jnp.int64, jnp.uint32))
@@ -225,6 +228,7 @@ def few(count: int, what: str, least: int, why: str = "") -> str:
     return f"{count} {what} are few{why}, taken from {least}"
 
 
+@remembered
 def scatter(p: Scatter) -> tuple[bool, str]:
     can, why = can_scatter(p)
     if not can:
@@ -256,6 +260,7 @@ def scatter(p: Scatter) -> tuple[bool, str]:
     return True, "large rows"
 
 
+@remembered
 def chain(p: Scatter, ordered: bool) -> tuple[bool, str]:
     """Whether a chain that makes the updates of this scatter is taken together with it, where there is one.
 
@@ -273,6 +278,7 @@ def chain(p: Scatter, ordered: bool) -> tuple[bool, str]:
     return True, "a chain"
 
 
+@remembered
 def free(p: Scatter) -> tuple[bool, str]:
     """Whether narrow rows are added in no fixed order, as XLA adds them (unordered.py)."""
     if p.operation != "scatter_add" or p.dtype not in FLOATS:
