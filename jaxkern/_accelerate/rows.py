@@ -263,8 +263,12 @@ class _Program:
         if problem:
             return found._replace(problem=problem)
         estimate, stored = estimate.beside(self._beside(region, operands)), self._beside(region, operands) // 2
-        if stored and not force and self._live[region] + stored > LARGER * max(self._live.values()):
-            problem = f"{estimate}, but {stored / 1e6:.3g} MB are stored that XLA computes where they are read"
+        most = self._live[None]
+        if stored and not force and (needed := self._live[region] + stored) > LARGER * most:
+            problem = (
+                f"{estimate}, {'but' if estimate.wins else 'and'} this part of the program would need {(needed - most) / 1e6:.3g} MB more than plain, "
+                f"which has {most / 1e6:.3g} MB at most"
+            )
         return found._replace(function=function, estimate=estimate, problem=problem)
 
     def _beside(self, region, operands) -> int:
