@@ -78,7 +78,9 @@ class Estimate:
 
     def __str__(self):
         xla = "1 kernel moves" if self.kernels == 1 else f"{self.kernels} kernels move"
-        unstored = f", {self.unstored / 1e6:.3g} MB of them for arrays that XLA does not store," if self.unstored else ""
+        unstored = (
+            f", {self.unstored / 1e6:.3g} MB of them for arrays that XLA does not store," if self.unstored else ""
+        )
         limit = ", limited by arithmetic" if self.computes and not self.measured else ""
         return (
             f"XLA's {xla} {self.xla_bytes / 1e6:.3g} MB in {self.xla * 1e6:.0f} us; one kernel moves "

@@ -264,11 +264,11 @@ class _Program:
             return found._replace(problem=problem)
         estimate, stored = estimate.beside(self._beside(region, operands)), self._beside(region, operands) // 2
         most = self._live[None]
-        if stored and not force and (needed := self._live[region] + stored) > LARGER * most:
-            problem = (
-                f"{estimate}, {'but' if estimate.wins else 'and'} this part of the program would need {(needed - most) / 1e6:.3g} MB more than plain, "
-                f"which has {most / 1e6:.3g} MB at most"
-            )
+        more = self._live[region] + stored - most
+        if stored and not force and more > (LARGER - 1) * most:
+            so = "but" if estimate.wins else "and"
+            needs = f"{so} this part of the program would need {more / 1e6:.3g} MB more than plain"
+            problem = f"{estimate}, {needs}, which has {most / 1e6:.3g} MB at most"
         return found._replace(function=function, estimate=estimate, problem=problem)
 
     def _beside(self, region, operands) -> int:
