@@ -16,6 +16,7 @@ import math
 
 from jaxkern._accelerate.places import shares
 from jaxkern._core import device
+from jaxkern._core.decisions import megabytes
 from jaxkern._engines.jaxpr import MOVES, Value
 from jaxkern._engines.rows import tuning
 from jaxkern._engines.rows.core import DEAR
@@ -77,15 +78,13 @@ class Estimate:
         return dataclasses.replace(self, kernel=kernel, kernel_bytes=kernel_bytes, unstored=self.unstored + moved)
 
     def __str__(self):
-        xla = "1 kernel moves" if self.kernels == 1 else f"{self.kernels} kernels move"
-        unstored = (
-            f", {self.unstored / 1e6:.3g} MB of them for arrays that XLA does not store," if self.unstored else ""
-        )
-        limit = ", limited by arithmetic" if self.computes and not self.measured else ""
-        return (
-            f"XLA's {xla} {self.xla_bytes / 1e6:.3g} MB in {self.xla * 1e6:.0f} us; one kernel moves "
-            f"{self.kernel_bytes / 1e6:.3g} MB{unstored} in {self.kernel * 1e6:.0f} us{limit}{', measured' * self.measured}"
-        )
+        kernels = "1 kernel" if self.kernels == 1 else f"{self.kernels} kernels"
+        xla = f"XLA: {kernels}, {megabytes(self.xla_bytes)} MB, {self.xla * 1e6:.0f} us"
+        own = f"one kernel: {megabytes(self.kernel_bytes)} MB, {self.kernel * 1e6:.0f} us"
+        notes = [f"{megabytes(self.unstored)} MB for arrays that XLA does not store"] if self.unstored else []
+        notes += ["limited by arithmetic"] if self.computes and not self.measured else []
+        notes += ["measured"] if self.measured else []
+        return f"{xla}; {own}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def bandwidth(gpu) -> float:

@@ -266,9 +266,7 @@ class _Program:
         most = self._live[None]
         more = self._live[region] + stored - most
         if stored and not force and more > (LARGER - 1) * most:
-            so = "but" if estimate.wins else "and"
-            needs = f"{so} this part of the program would need {more / 1e6:.3g} MB more than plain"
-            problem = f"{estimate}, {needs}, which has {most / 1e6:.3g} MB at most"
+            problem = f"{estimate}; would need {decisions.megabytes(more)} MB more than plain ({decisions.megabytes(most)} MB)"
         return found._replace(function=function, estimate=estimate, problem=problem)
 
     def _beside(self, region, operands) -> int:
