@@ -42,7 +42,8 @@ def scan(
             broadcast against each other, so a carry may be a scalar counter, and a weight that f closes over may be one
             number for each feature. Dimensions of at most 16 elements may be sliced, concatenated, stacked and reduced: the
             columns of a state, and matrices of at most 36 elements that act on it, such as probabilities of transitions, in
-            sums of products. The body may have branches (`jax.lax.cond`), loops of few steps and fixed count, and keys of
+            sums of products. Longer ones may be cut into at most 16 pieces of one size, and joined: the gates of a recurrent
+            unit. The body may have branches (`jax.lax.cond`), loops of few steps and fixed count, and keys of
             `jax.random`, which it may split. Numbers are complex, float16, bfloat16, float32, float64, boolean, or integers
             of 8 to 64 bits; convert others, such as float8 and int4, before the loop. 16-bit numbers are computed in
             float32 and rounded where they are stored; a carry is rounded in every step.

@@ -294,6 +294,27 @@ def spreading(shape, length, dtype, seed=0):
     return run, [*operands, _real(rng, dtype, length, *shape), _real(rng, dtype, length)]
 
 
+def pieces(shape, length, dtype, seed=0):
+    """Gates and a column that are cut out of x, weights out of w, a carry of two halves, and a result with zeros behind it."""
+    rng = np.random.default_rng(seed)
+    *rows, n = shape
+    n = max(n, 20)  # elements of a shorter dimension are taken apart one by one
+
+    def run(scan, s, w, x):
+        def body(s, x):
+            forget, value = jax.nn.sigmoid(x[..., :n]), x[..., n : 2 * n]
+            q, p = s[..., :n], s[..., n:]
+            p = forget * p + (1 - forget) * value - w[:n] * q
+            q = q + w[n:] * p * x[..., 2 * n :]
+            s = jnp.concatenate([q, p], -1) * (1 - jnp.arange(2 * n, dtype=s.dtype) / (3 * n))
+            return s, (jnp.pad(p, ((0, 0),) * len(rows) + ((0, n),)), jnp.sin(x[..., 2 * n]))
+
+        return scan(body, s, x)
+
+    operands = [_real(rng, dtype, *rows, 2 * n), _real(rng, dtype, 2 * n), _real(rng, dtype, length, *rows, 2 * n + 1)]
+    return run, operands
+
+
 FUNCTIONS = {
     f.__name__: (f, differentiable)
     for f, differentiable in (
@@ -313,5 +334,6 @@ FUNCTIONS = {
         (orbit, True),
         (hidden, True),
         (spreading, True),
+        (pieces, True),
     )
 }

@@ -106,6 +106,16 @@ TAKEN = {
         (X[..., :3],),
         1,
     ),
+    "pieces": (
+        loss(lambda x: lax.scan(lambda h, x: (jax.nn.sigmoid(x[:, :40]) * h + x[:, 40:], h), x[0, :, :40], x)[1]),
+        (jnp.tile(X, 10),),
+        2,
+    ),
+    "columns": (
+        loss(lambda x: lax.scan(lambda h, x: (jnp.stack([h[:, 1], jnp.sin(h[:, 0])], -1), x[:, 0]), x[0, :, :2], x)[1]),
+        (X,),
+        2,
+    ),
     "products of rows": (loss(recurrent, (0, 1)), (W, X), 2),
     "in a branch": (lambda x: lax.cond(x[0, 0, 0] > 0, decays, lambda x: x, x), (X,), 1),
 }

@@ -100,6 +100,7 @@ CASES = [
     ("advantages", (3,), 700, "float32", False, "columns"),
     ("oscillators", (40,), 600, "float32", True, "columns"),
     ("spreading", (20, 40), 6, "float32", True, "lanes"),
+    ("pieces", (3, 20), 4, "float32", True, "lanes"),
 ]
 
 

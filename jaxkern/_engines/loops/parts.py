@@ -1,8 +1,8 @@
-"""Small dimensions of a loop's body along which data moves: every element along them becomes a value of its own.
+"""Dimensions of a loop's body along which data moves: what lies along them becomes several values.
 
 A key of jax.random is an array of two numbers that the body takes apart and puts together again; so is a state [lanes, 3]
 whose columns are read one by one. In a kernel each element of such a dimension is a variable: slices and concatenations choose
-among variables, and cost nothing.
+among variables, and cost nothing. A long dimension is cut into segments (segments.py), whose elements remain lanes.
 
     split(program)              replaces the arrays that have such dimensions by their parts, in operands, steps and results
     Parts                       how an array of the scan is taken apart, and put together
@@ -18,44 +18,61 @@ import numpy as np
 from jax import lax
 
 from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Step, Value, axes_of
+from jaxkern._engines.loops import segments
+from jaxkern._engines.loops.segments import MOST, MOST_PARTS, MOVES
 
-MOST = 16  # elements of a dimension that is taken apart
-MOST_PARTS = 36  # of an array that has lanes besides, or is a matrix that acts on a state; of another one MOST
-MOVES = ("slice", "concatenate", "pad", "rev")  # operations that move data along the dimensions that they change
 _COMBINE = {"add": lax.add, "max": lax.max, "min": lax.min, "mul": lax.mul}
 _COMBINE |= {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """axes: of an array of one step, those that are taken apart. shape: of that array."""
+    """axes: of an array of one step, those that are taken apart. shape: of that array.
+
+    starts: for each of the axes, where its parts begin. Parts that are single elements lack the axis, if `single` says so.
+    """
 
     axes: tuple
     shape: tuple
+    starts: tuple
+    single: tuple
 
     @property
     def places(self) -> list:
-        return list(itertools.product(*(range(self.shape[a]) for a in self.axes)))
+        """The starts of each part."""
+        return list(itertools.product(*self.starts))
+
+    def _index(self, place) -> tuple:
+        """Where a part is in an array of one step."""
+        index: list = [slice(None)] * len(self.shape)
+        for a, start, starts, single in zip(self.axes, place, self.starts, self.single):
+            ends = dict(zip(starts, (*starts[1:], self.shape[a])))
+            index[a] = start if single else slice(start, ends[start])
+        return tuple(index)
 
     def split(self, x) -> list:
         """The parts of an array that may have a dimension of steps in front."""
         first = x.ndim - len(self.shape)
-        at = lambda place: dict(zip(self.axes, place))
-        index = lambda place: tuple(at(place).get(a, slice(None)) for a in range(len(self.shape)))
-        return [x[(slice(None),) * first + index(place)] for place in self.places]
+        return [x[(slice(None),) * first + self._index(place)] for place in self.places]
 
     def of(self, aval) -> list:
         """The types of the parts of an array that may have a dimension of steps in front."""
-        first = aval.ndim - len(self.shape)
-        shape = tuple(n for a, n in enumerate(aval.shape) if a - first not in self.axes)
-        return [jax.core.ShapedArray(shape, aval.dtype)] * len(self.places)
+        first = aval.shape[: aval.ndim - len(self.shape)]
+        return [jax.core.ShapedArray((*first, *self.of_step(place)), aval.dtype) for place in self.places]
+
+    def of_step(self, place) -> tuple:
+        """The shape of a part in one step."""
+        index = zip(self._index(place), self.shape)
+        return tuple(len(range(n)[at]) for at, n in index if isinstance(at, slice))
 
     def join(self, parts, steps=False):
         """The array of these parts. steps: they have a dimension of steps in front."""
-        parts = list(parts)
-        for a in reversed(self.axes):  # the last axis varies fastest; the axes before it are still missing
-            n, missing = self.shape[a], sum(b < a for b in self.axes)
-            parts = [jnp.stack(parts[k : k + n], a - missing + steps) for k in range(0, len(parts), n)]
+        parts, singles = list(parts), [a for a, single in zip(self.axes, self.single) if single]
+        for a, starts in reversed(list(zip(self.axes, self.starts))):
+            # The last axis varies fastest. Single axes before it are still missing.
+            n, axis = len(starts), a - sum(b < a for b in singles) + steps
+            put = jnp.stack if a in singles else jnp.concatenate
+            parts = [put(parts[k : k + n], axis) for k in range(0, len(parts), n)]
         return parts[0]
 
 
@@ -93,14 +110,16 @@ def unite(step, unite_pairs) -> list:
     return moved
 
 
-def split(program, moved) -> None:
-    """See the module. moved: (dimension, the step that moves data along it) of the program.
+def split(program, moved, rigid=()) -> None:
+    """See the module. moved: (dimension, the step that moves data along it) of the program. rigid: dimensions without segments.
 
     Sets program.operand_parts, program.result_parts: for each operand and result of the scan, None or its Parts.
     """
-    apart = {d.same() for d, _ in moved}
+    cut, whole = segments.find(program, moved, rigid)
+    program.segments = frozenset(d for _, dims in cut.values() for d in dims if d is not None)
+    apart = {d.same() for d, _ in moved} - whole
     for d, step in moved:
-        if d.same().size > MOST:
+        if d.same().size > MOST and d.same() in apart.difference(cut):
             program.fail(step, f"{program.otherwise}: slice and join arrays before the loop")
     if not apart and not any(step.name in MOVES for step in program.steps):
         program.operand_parts = (None,) * len(program.operands)
@@ -110,9 +129,11 @@ def split(program, moved) -> None:
 
     def of_value(v):
         axes = tuple(a for a, d in enumerate(v.dims) if d in apart)
-        found = Parts(axes, tuple(v.aval.shape)) if axes else None
-        acts = len(axes) > len({v.dims[a] for a in axes}) or not v.set() <= apart
-        if found and math.prod(v.aval.shape[a] for a in axes) > (MOST_PARTS if acts else MOST):
+        starts = tuple(cut[v.dims[a]][0] if v.dims[a] in cut else tuple(range(v.aval.shape[a])) for a in axes)
+        single = tuple(v.dims[a] not in cut for a in axes)
+        found = Parts(axes, tuple(v.aval.shape), starts, single) if axes else None
+        acts = len(axes) > len({v.dims[a] for a in axes}) or not v.set() <= apart or not all(single)
+        if found and math.prod(map(len, starts)) > (MOST_PARTS if acts else MOST):
             step = next(step for d, step in moved if d.same() in v.dims)
             program.fail(step, program.otherwise)
         return found
@@ -122,9 +143,17 @@ def split(program, moved) -> None:
         kind = of_value(v)
         if kind is None:
             return {(): v}
-        rest = [a for a in range(len(v.dims)) if a not in kind.axes]
-        aval = jax.core.ShapedArray(tuple(v.aval.shape[a] for a in rest), v.dtype)
-        return {place: Value(aval, tuple(v.dims[a] for a in rest)) for place in kind.places}
+        found = {}
+        for place in kind.places:
+            at, dims = dict(zip(kind.axes, place)), []
+            for a, d in enumerate(v.dims):
+                if d in cut:
+                    starts, own = cut[d]
+                    dims.append(own[starts.index(at[a])])
+                elif a not in at:
+                    dims.append(d)
+            found[place] = Value(jax.core.ShapedArray(kind.of_step(place), v.dtype), tuple(dims))
+        return found
 
     def part(v, position):
         """The part of v at a position: {axis: index}, which may have more axes."""
@@ -139,21 +168,37 @@ def split(program, moved) -> None:
 
     for v in program.operands:
         parts[v] = new(v)
-    steps = []
+    steps, made = [], {v: step for step in program.steps for v in step.results}
     for step in program.steps:
         if step.name in MOVES:
             out = step.result
             parts[out] = {place: part(*_source(step, position(out, place))) for place in new(out)}
         else:
-            steps += _of_parts(program, step, parts, new, part, apart)
+            steps += _of_parts(program, step, parts, new, part, apart, cut)
     program.operand_parts = tuple(map(of_value, program.operands))
     program.result_parts = tuple(None if isinstance(v, Constant) else of_value(v) for v in program.results)
+    for v, step in {v: made[v] for v in program.results[program.num_carry :] if v in made}.items():
+        steps += _padding(step, parts, new(v))
     spread = lambda vs: [w for v in vs for w in ([v] if isinstance(v, Constant) else parts[v].values())]
     consts = spread(program.operands[: program.num_consts])
     carries = spread(program.carries)
     xs = spread(program.operands[program.num_consts + program.num_carry :])
     program.steps, program.results = steps, spread(program.results)
     program.operands, program.num_consts, program.num_carry = [*consts, *carries, *xs], len(consts), len(carries)
+
+
+def _padding(step, parts, wanted) -> list:
+    """The steps that broadcast parts of the result of a step that are the number with which it pads an array.
+
+    wanted: {place: a Value with all dimensions of the part}.
+    """
+    steps, own = [], parts[step.result]
+    for place, v in own.items():
+        if len(v.aval.shape) < len(wanted[place].aval.shape):
+            params = {"broadcast_dimensions": ()}
+            steps.append(Step("broadcast_in_dim", [v], [wanted[place]], step.equation, params, step.calls, step.origin))
+            own[place] = wanted[place]
+    return steps
 
 
 def _source(step, at):
@@ -181,7 +226,7 @@ def _source(step, at):
     return x, at | {a: n[a] - 1 - at[a] for a in params["dimensions"]}
 
 
-def _of_parts(program, step, parts, new, part, apart) -> list:
+def _of_parts(program, step, parts, new, part, apart, cut) -> list:
     """The steps that compute the parts of the results of a step, which must not move data."""
     for v in step.results:
         parts[v] = new(v)
@@ -190,10 +235,9 @@ def _of_parts(program, step, parts, new, part, apart) -> list:
         if dim in apart:
             kind = [a for a, d in enumerate(v.dims) if d in apart]
             at = kind.index(step.params["dimension"])
-            parts[v] = {place: Constant(np.asarray(place[at], v.dtype)) for place in parts[v]}
-            return []
+            return _places(step, parts, at)
     if step.name in REDUCTIONS and not apart.isdisjoint(program.over(step)):
-        return _reduced(program, step, parts, part, apart)
+        return _reduced(program, step, parts, part, apart, cut)
     steps, add = _adder(step, parts)
     for place in parts[step.result]:
         at = dict(zip((a for a, d in enumerate(step.result.dims) if d in apart), place))
@@ -210,6 +254,27 @@ def _of_parts(program, step, parts, new, part, apart) -> list:
                 params = params | {"dimension": results[0].dims.index(step.result.dims[params["dimension"]])}
             steps.append(dataclasses.replace(step, operands=operands, results=results, params=params))
     return steps
+
+
+def _places(step, parts, at) -> list:
+    """The steps of an iota along a dimension that is taken apart; at: where its starts are in places."""
+    steps, v = [], step.result
+    equation = _equation(lax.add, v.dtype)
+    for place, y in parts[v].items():
+        start = Constant(np.asarray(place[at], v.dtype))
+        if len(y.dims) < len(v.dims) or y.dims[step.params["dimension"]] is None:
+            parts[v][place] = start
+            continue
+        own = Value(y.aval, y.dims)
+        steps.append(dataclasses.replace(step, results=[own]))
+        steps.append(Step("add", [own, start], [y], equation, {}, step.calls, step.origin or step.equation))
+    return steps
+
+
+def _equation(f, dtype):
+    """The equation of a function of two scalars."""
+    scalar = jax.ShapeDtypeStruct((), dtype)
+    return jax.make_jaxpr(f)(scalar, scalar).eqns[0]
 
 
 def kept_axes(step, v) -> dict:
@@ -253,22 +318,32 @@ def _over_lanes(step, operands, results, apart) -> Step | Constant:
     return dataclasses.replace(step, operands=operands, results=results, params=params)
 
 
-def _reduced(program, step, parts, part, apart) -> list:
+def _reduced(program, step, parts, part, apart, cut) -> list:
     """A reduction over dimensions that are taken apart: it reduces the parts one by one, then the lanes."""
     if REDUCTIONS[step.name] not in _COMBINE:
         program.fail(step, program.otherwise)
     combine, x = _COMBINE[REDUCTIONS[step.name]], step.operands[0]
-    scalar = jax.ShapeDtypeStruct((), x.dtype)
-    equation = jax.make_jaxpr(combine)(scalar, scalar).eqns[0]
+    equation = _equation(combine, x.dtype)
     mine = [a for a in axes_of(step.name, step.params) if x.dims[a] in apart]
     steps, add = _adder(step, parts)
+    singles = [a for a, d in enumerate(x.dims) if d in apart and d not in cut]
+    within = [a - sum(b < a for b in singles) for a in mine if x.dims[a] in cut]  # axes of segments in a part
+    starts = [cut[x.dims[a]][0] if x.dims[a] in cut else range(x.aval.shape[a]) for a in mine]
     kept = kept_axes(step, x)
     for place in parts[step.result]:
         at = dict(zip((a for a, d in enumerate(step.result.dims) if d in apart), place))
         total = None
-        for own in itertools.product(*(range(x.aval.shape[a]) for a in mine)):
+        for own in itertools.product(*starts):
             here = {a: at.get(b) for a, b in kept.items()} | dict(zip(mine, own))
             value = part(x, here)
+            if within and not isinstance(value, Constant):
+                kept_here = [a for a in range(len(value.dims)) if a not in within]
+                aval = jax.core.ShapedArray([value.aval.shape[a] for a in kept_here], value.dtype)
+                sum_of_lanes = Value(aval, tuple(value.dims[a] for a in kept_here))
+                key = "dimensions" if step.name == "reduce" else "axes"
+                params = step.params | {key: tuple(within)}
+                steps.append(dataclasses.replace(step, operands=[value], results=[sum_of_lanes], params=params))
+                value = sum_of_lanes
             if total is None:
                 total = value
                 continue

@@ -45,6 +45,7 @@ class Program(Flat):
     linear: positions of accumulators that enter linear operations; they start in one lane, and others with 0.
     sums: {position among the results: the same}, of elements of ys that are sums over lanes; they are taken after the loop.
     given, returned: what the jaxpr takes and returns, before arrays are taken apart.
+    segments: Dims of the pieces of long dimensions that the body slices or joins.
     has_rows: whether dimensions that are taken apart are reduced, or occur twice in an array, as those of a matrix do.
     captured: {id: (Value, array)} of arrays that the jaxpr holds; they are operands in front of the others.
 
@@ -53,6 +54,7 @@ class Program(Flat):
 
     otherwise = "which is not elementwise over lanes"
     linear: frozenset = frozenset()
+    segments: frozenset = frozenset()
     operand_parts: tuple  # see parts.split
     result_parts: tuple
 
@@ -79,9 +81,15 @@ class Program(Flat):
         self._inline_body(jaxpr, consts, num_consts, num_carry)
         for step in self.steps if reduces else ():
             self._moved += [(d, step) for d in self.over(step) if d.size <= parts.MOST]
+        long = [step for d, step in self._moved if d.same().size > parts.MOST]
         parts.split(self, self._moved)
         self.remove_unused()
-        self._find_lanes()
+        try:
+            self._find_lanes()
+        except Unsupported:
+            if self.segments:  # of several sizes, which are not the same lanes
+                self.fail(long[0], f"{self.otherwise}: slice and join arrays before the loop")
+            raise
         try:
             self._find_accumulators()
         except Unsupported:
@@ -242,9 +250,19 @@ class Program(Flat):
     def carries(self) -> list:
         return self.operands[self.num_consts : self.num_consts + self.num_carry]
 
+    def arrays(self) -> list:
+        """The Values that the kernel reads or writes."""
+        read = [self.operands[k] for k in self.used]
+        return [v for v in dict.fromkeys((*read, *self.carries, *self.results)) if isinstance(v, Value)]
+
     def _values(self):
-        found = [*self.operands, *self.results, *(v for s in self.steps for v in s.results)]
-        return [v for v in dict.fromkeys(found) if isinstance(v, Value)]
+        found = [*self.arrays(), *(v for s in self.steps for v in s.results)]
+        return list(dict.fromkeys(found))
+
+    def refresh(self):
+        """Sets the dimensions of all Values to what stands for them, after some were united."""
+        for v in (*self.operands, *self._values()):
+            v.dims = tuple(d and d.same() for d in v.dims)
 
     def _find_lanes(self):
         """Dimensions that no equation relates to all lanes are united with lanes of their size, from the right if possible."""
@@ -253,16 +271,16 @@ class Program(Flat):
         if full is None:
             self.dims = ()
             return
-        for v in (*self.operands, *self.results):
-            if isinstance(v, Value) and not v.set() <= full.set():
+        for v in self.arrays():
+            if not v.set() <= full.set():
                 every = list(reversed(full.dims))
                 for a, b in [*zip(every, reversed(v.dims)), *itertools.product(every, reversed(v.dims))]:
                     if a is not None and b is not None and a.size == b.size:
                         own, lanes = ({d.same() for d in dims if d is not None} for dims in (v.dims, full.dims))
                         if b.same() not in lanes and a.same() not in own:
                             a.same().unite(b.same())
+        self.refresh()
         for v in self._values():
-            v.dims = tuple(d and d.same() for d in v.dims)
             if rank(v) < sum(d is not None for d in v.dims):
                 raise Unsupported(
                     f"{self.label}: an array of shape {v.aval.shape} has two dimensions that are one elsewhere"
@@ -271,7 +289,7 @@ class Program(Flat):
             if not v.set() <= full.set():
                 shapes = f"{tuple(v.aval.shape)} and {tuple(full.aval.shape)}"
                 raise Unsupported(f"{self.label}: arrays of shapes {shapes} do not share their lanes")
-        stored = [v for v in (*self.operands, *self.results) if isinstance(v, Value) and v.set() == full.set()]
+        stored = [v for v in self.arrays() if v.set() == full.set()]
         self.dims = tuple(d for d in (stored or [full])[-1].dims if d is not None)
 
     def _find_accumulators(self):

@@ -60,7 +60,8 @@ def lower(ctx, operands, params, mark, label):
     summed = {lanes[d] for own in terms for d in own if d is not None}
     unread = set(lanes.values()).difference(*dims[: len(operands)])  # only results have them
     exact = summed | {lanes[d] for d in (program if core is None else core).indices} | unread | {STEPS}
-    whole = every.difference(lanes.values(), {STEPS}) | (set() if maps is not None and core.xs else {STEPS})
+    whole = every.difference(lanes.values(), {STEPS}) | {lanes[d.same()] for d in program.segments if d.same() in lanes}
+    whole |= set() if maps is not None and core.xs else {STEPS}
     gone = {STEPS, *lanes.values()}.intersection(every).difference(*dims[len(operands) :])
     inner = ctx.replace(avals_in=list(map(compat.physical, ctx.avals_in)), avals_out=list(results))
     given = {"results": results, "loop": f"{params['length']} {params['reverse']}\n{jaxpr}"}

@@ -83,7 +83,7 @@ class WhileProgram(Program):
         lanes = {d.same() for d in condition.dims if d is not None}
         for step in self.steps:  # small dimensions that are reduced in a lane
             self._moved += [(d, step) for d in self.over(step) if d.same() not in lanes and d.size <= parts.MOST]
-        parts.split(self, self._moved)
+        parts.split(self, self._moved, lanes)
         *self.result_parts, own = self.result_parts
         if own is not None:
             raise Unsupported(f"{label} joins conditions along a dimension in which the body moves data")
