@@ -921,8 +921,7 @@ def main() -> int:
             for n, width in enumerate(widths(algorithm, jnp.dtype(dtype).itemsize, arguments.wide)):
                 shape, axis = shape_of(algorithm, width)
                 inner = shape[2] if len(shape) == 3 else 1
-                # Hand-written kernels take masks in `sanitize_fused`.
-                masks = (False, True) if n % MASK_EVERY == 0 and algorithm != "by_hand" else (False,)
+                masks = (False, True) if n % MASK_EVERY == 0 else (False,)
                 for direction, masked in itertools.product(("forward", "backward"), masks):
                     backward = direction == "backward"
                     if not algorithms.fits("softmax", algorithm, shape[0], width, inner, dtype, backward=backward):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxkern._core import switch, validate
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._ops.select.count import count_p
 from jaxkern.segment import segment_sum
@@ -143,5 +144,9 @@ def _histogram(x, edges, limits, weights, bins, density):
     edges = (jnp.histogram_bin_edges(x, bins, limits) if edges is None else edges).astype(x.dtype)
     at = searchsorted(edges, x, "right")
     at = jnp.where(x == edges[-1], len(edges) - 1, at)
-    counts = bincount(at, len(edges), weights)[1:].astype(x.dtype if weights is None else weights.dtype)
-    return counts / (jnp.sum(counts) * jnp.diff(edges)) if density else counts, edges
+    counts = bincount(at, len(edges), weights)[1:]
+    dtype = x.dtype if weights is None else weights.dtype
+    if density:  # neither the sum nor the widths of bins need fit into 16 bits
+        wide = counts if jnp.issubdtype(dtype, jnp.complexfloating) else counts.astype(computing(dtype))
+        counts = wide / jnp.sum(wide) / jnp.diff(edges.astype(computing(edges.dtype)))
+    return counts.astype(dtype), edges

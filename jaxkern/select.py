@@ -96,8 +96,8 @@ def _top_k(x, k, axis, function):
     return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
 
 
-def _axis(name, axis, shape) -> int:
-    (found,) = validate.sorted_axes(name, validate.integer(name, "axis", axis), shape)
+def _axis(name, axis, shape, argument="x") -> int:
+    (found,) = validate.sorted_axes(name, validate.integer(name, "axis", axis), shape, argument)
     return found
 
 
@@ -179,7 +179,7 @@ def _filtered(name, logits, axis, **p):
         raise TypeError(
             f"jaxkern.{name}: logits must be of a type with infinity, got {logits.dtype}{list(logits.shape)}"
         )
-    axis = _axis(name, axis, logits.shape)
+    axis = _axis(name, axis, logits.shape, "logits")
     ((argument, value),) = p.items()
     return logits, axis, _of_rows(name, argument, value, logits, axis)
 
@@ -304,7 +304,7 @@ def sample(
     name = "sample"
     validate.check_array(name, "logits", "an array", logits)
     logits = validate.floating(name, jnp.asarray(logits), "logits")
-    axis = _axis(name, axis, logits.shape)
+    axis = _axis(name, axis, logits.shape, "logits")
     if logits.shape[axis] == 0:
         raise ValueError(f"jaxkern.{name}: logits of shape {logits.shape} have no classes")
     validate.check_array(name, "key", "a key of jax.random", key, keys=True)

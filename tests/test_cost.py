@@ -103,6 +103,14 @@ def test_neighbours():
     """What a kernel cannot be fused with is moved beside it."""
     found = cost.Estimate(2e-5, 1.9e-5, 100, 80, 4e12)
     assert found.wins and not found.beside(10**7).wins and found.beside(20).kernel_bytes == 100
+    assert str(found.beside(20)).endswith("one kernel: 0.0001 MB, 19 us (2e-05 MB for arrays that XLA does not store)")
+
+
+def test_arithmetic_is_named_where_it_limits_a_kernel():
+    found = estimate(
+        lambda x: jnp.tanh(jax.nn.softmax(30 * jnp.tanh(jnp.sin(x)))), [jax.ShapeDtypeStruct((8192, 32768), "float32")]
+    )
+    assert str(found).endswith("us (limited by arithmetic)"), found
 
 
 def test_constants_are_fitted_to_half_of_the_regions(monkeypatch):

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import ON_GPU
-from row_functions import FUNCTIONS, operands, rms_norm
+from row_functions import FUNCTIONS, operands, pairs, rms_norm
 
 import jaxkern
 from jaxkern._core import device
@@ -212,6 +212,16 @@ def test_structures_numbers_and_names():
     y = f({"x": jnp.array([[1.0, 3.0]])}, 2)["y"]
     assert y.dtype == jnp.float32 and y.tolist() == [[0.5, 1.5]]
     assert jaxkern.row_kernel(lambda x: jnp.sum(x, -1))(jnp.bfloat16([[1, 2]])).dtype == jnp.bfloat16
+
+
+def test_results_that_are_not_used_are_dropped():
+    """With the operands that they alone depend on. XLA:CPU ended in a crash where it found a reduction of pairs that nothing uses."""
+    f = jaxkern.row_kernel(lambda x, w: (x * 2, *pairs(x * w)))
+    x, w = np.float32([[3, 1, 2], [1, 2, 1]]), np.float32([1, 0, 4])
+    lowered = jax.jit(lambda x, w: f(x, w)[0]).lower(x, w)
+    assert "%arg0" in lowered.as_text() and "%arg1" not in lowered.as_text()
+    assert lowered.compile()(x, w).tolist() == (x * 2).tolist()
+    assert jax.jit(lambda x, w: f(x, w)[2])(x, w).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("axis, shape", [(0, (6, 7, 8)), (1, (6, 7, 8)), (0, (300, 3, 101)), (-2, (4, 70, 101))])

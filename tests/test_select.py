@@ -358,6 +358,7 @@ def test_routes(capacity, renormalize):
         ),
         (lambda: jaxkern.sample(jnp.ones((2, 3)), jax.random.key(0), top_k=0), ValueError, "sample: top_k must be 1"),
         (lambda: jaxkern.sample(jnp.ones((2, 0)), jax.random.key(0)), ValueError, "sample: logits of shape"),
+        (lambda: jaxkern.min_p(jnp.ones(3), 0.5, 1), ValueError, "min_p: axis 1 is out of bounds for logits of shape"),
         (lambda: jaxkern.moe_route(jnp.ones((2, 3)), 4), ValueError, "moe_route: k must be from 1 to 3"),
         (lambda: jaxkern.moe_route(jnp.ones(3), 1), ValueError, "moe_route: logits must have shape"),
     ],

@@ -338,6 +338,13 @@ def test_histograms(bins, limits, weights):
             assert a.dtype == b.dtype
 
 
+@pytest.mark.parametrize("dtype, count, high", [("float16", 70000, 3e4), ("float32", 5, 8e37)])
+def test_densities_of_sums_that_are_too_large(dtype, count, high):
+    density, edges = jaxkern.histogram(jnp.zeros(count, dtype), 2, (-high, high), density=True)
+    np.testing.assert_allclose(density.astype(jnp.float32), [0, 1 / high], rtol=1e-2)
+    assert density.dtype == edges.dtype == dtype
+
+
 @pytest.mark.parametrize(
     "call, error, message",
     [

@@ -16,6 +16,7 @@ import math
 
 from jaxkern._accelerate.places import shares
 from jaxkern._core import device
+from jaxkern._core.decisions import megabytes
 from jaxkern._engines.jaxpr import MOVES, Value
 from jaxkern._engines.rows import tuning
 from jaxkern._engines.rows.core import DEAR
@@ -51,7 +52,11 @@ READS_ALONE = 1.15  # factor of a kernel that writes no rows and reduces in seve
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of a region in XLA and as one kernel, and the bytes that each moves. measured: these are no estimates (tune.py)."""
+    """Seconds of a region in XLA and as one kernel, and the bytes that each moves.
+
+    measured: the seconds are measured (tune.py). kernels: how many XLA takes. computes: whether operations, and not bytes, limit the
+    region's kernel. unstored: bytes that it moves of arrays that XLA does not store.
+    """
 
     xla: float
     kernel: float
@@ -59,6 +64,9 @@ class Estimate:
     kernel_bytes: int
     bandwidth: float
     measured: bool = False
+    kernels: int = 1
+    computes: bool = False
+    unstored: int = 0
 
     @property
     def wins(self) -> bool:
@@ -67,13 +75,16 @@ class Estimate:
     def beside(self, moved: int) -> "Estimate":
         """The estimate with bytes that are moved because a kernel cannot be fused with its neighbours."""
         kernel, kernel_bytes = self.kernel + moved / self.bandwidth, self.kernel_bytes + moved
-        return dataclasses.replace(self, kernel=kernel, kernel_bytes=kernel_bytes)
+        return dataclasses.replace(self, kernel=kernel, kernel_bytes=kernel_bytes, unstored=self.unstored + moved)
 
     def __str__(self):
-        return (
-            f"XLA {self.xla * 1e6:.0f} us, {self.xla_bytes / 1e6:.3g} MB; "
-            f"one kernel {self.kernel * 1e6:.0f} us, {self.kernel_bytes / 1e6:.3g} MB{', measured' * self.measured}"
-        )
+        kernels = "1 kernel" if self.kernels == 1 else f"{self.kernels} kernels"
+        xla = f"XLA: {kernels}, {megabytes(self.xla_bytes)} MB, {self.xla * 1e6:.0f} us"
+        own = f"one kernel: {megabytes(self.kernel_bytes)} MB, {self.kernel * 1e6:.0f} us"
+        notes = [f"{megabytes(self.unstored)} MB for arrays that XLA does not store"] if self.unstored else []
+        notes += ["limited by arithmetic"] if self.computes and not self.measured else []
+        notes += ["measured"] if self.measured else []
+        return f"{xla}; {own}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def bandwidth(gpu) -> float:
@@ -84,9 +95,9 @@ def bandwidth(gpu) -> float:
 def estimate(core, plan, gpu) -> Estimate:
     """core: of the region's row function. plan: of its kernel on a GPU, a `Device`."""
     model = _Model(core, gpu)
-    xla, xla_bytes = model.xla()
-    kernel, kernel_bytes = model.kernel(plan)
-    return Estimate(xla, kernel, xla_bytes, kernel_bytes, model.bandwidth)
+    xla, xla_bytes, kernels = model.xla()
+    kernel, kernel_bytes, computes = model.kernel(plan)
+    return Estimate(xla, kernel, xla_bytes, kernel_bytes, model.bandwidth, kernels=kernels, computes=computes)
 
 
 def _bytes(v, dtype=None) -> int:
@@ -116,7 +127,7 @@ class _Model:
     # ---- the row engine
 
     def kernel(self, plan):
-        """(seconds, bytes) of the region's kernel."""
+        """(seconds, bytes, whether operations take longer than bytes) of the region's kernel."""
         core = self.core
         share = shares(core) if plan.algorithm in GUARDED else {}
         size = lambda k: _bytes(self.program.operands[k])
@@ -141,7 +152,8 @@ class _Model:
         arithmetic = OPERATION * sum(self._operations(values, known(p), function) for p, values in enumerate(passes))
         arithmetic *= ACROSS if self._is_across() else 1
         launches = len(plan.launches) + bool(core.epilogue)
-        return max(moved * factor / self.bandwidth, arithmetic) + columns * SUMS + launches * LAUNCH, moved
+        memory = moved * factor / self.bandwidth
+        return max(memory, arithmetic) + columns * SUMS + launches * LAUNCH, moved, arithmetic > memory
 
     def _is_across(self) -> bool:
         """Whether the row is not the last dimension of its arrays."""
@@ -156,7 +168,7 @@ class _Model:
     # ---- XLA
 
     def xla(self):
-        """(seconds, bytes) of XLA's kernels."""
+        """(seconds, bytes, number) of XLA's kernels."""
         core = self.core
         kernels = []  # (bytes, factor of their time, operations) of each
         sums = [o for o in core.outputs if o.kind in ("columns", "total")]
@@ -195,7 +207,7 @@ class _Model:
         cached = max(0, moved - self.distinct) * min(1, self.l2 / self.distinct)
         share = (1 - cached / moved) / self.bandwidth if moved else 0
         seconds = sum(max(b * factor * share, n * XLA_OPERATION) for b, factor, n in kernels)
-        return seconds + launches * LAUNCH, moved
+        return seconds + launches * LAUNCH, moved, launches
 
     def _triton(self, rows=True) -> float:
         """rows: whether it writes rows."""

@@ -263,8 +263,10 @@ class _Program:
         if problem:
             return found._replace(problem=problem)
         estimate, stored = estimate.beside(self._beside(region, operands)), self._beside(region, operands) // 2
-        if stored and not force and self._live[region] + stored > LARGER * max(self._live.values()):
-            problem = f"{estimate}, but {stored / 1e6:.3g} MB are stored that XLA computes where they are read"
+        most = self._live[None]
+        more = self._live[region] + stored - most
+        if stored and not force and more > (LARGER - 1) * most:
+            problem = f"{estimate}; would need {decisions.megabytes(more)} MB more than plain ({decisions.megabytes(most)} MB)"
         return found._replace(function=function, estimate=estimate, problem=problem)
 
     def _beside(self, region, operands) -> int:

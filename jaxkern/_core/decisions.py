@@ -118,6 +118,10 @@ def why_left(ctx, value, what) -> str:
     return why
 
 
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g}" if count < 999.5e6 else f"{count / 1e6:.0f}"
+
+
 def _short(shapes: str) -> str:
     """Shapes in a column of a table: equal neighbours once, with their number, and as many as have room."""
     runs = [(shape, len(list(run))) for shape, run in itertools.groupby(shapes.split(", "))]
@@ -185,7 +189,7 @@ class Explanation(collections.abc.Sequence):
         head = ("", "operation", "operands", "MB", "why", "where")
         rows = [head]
         for d, count in collections.Counter(self.decisions).items():
-            mark, size = "taken" if d.taken else "left", f"{d.bytes / 1e6:.3g}" if d.bytes else ""
+            mark, size = "taken" if d.taken else "left", megabytes(d.bytes) if d.bytes else ""
             mark = f"{mark}, {count} times" if count > 1 else mark
             rows.append((mark, d.operation, _short(d.shapes), size, d.reason, d.source))
         widths = [max(len(row[k]) for row in rows) for k in range(len(head))]

@@ -221,6 +221,10 @@ class RowFunction:
     def select(self, arguments) -> "RowFunction":
         return _select(self, tuple(arguments))
 
+    def keep(self, results) -> "RowFunction":
+        """The function that returns these of its results alone."""
+        return _keep(self, tuple(results))
+
     def jvp(self, wrt) -> "RowFunction":
         """The function of (*operands, *tangents of those at `wrt`) that returns tangents of the inexact results."""
         return _jvp(self, tuple(wrt))
@@ -306,6 +310,13 @@ def _select(self, arguments):
         return self(*(given[k] if k in given else jnp.zeros(a.shape, a.dtype) for k, a in enumerate(self.avals)))
 
     return _made(self, f, [self.avals[k] for k in arguments], arguments, self._results())
+
+
+@_derived(lambda _, operands, results, kept: (operands, [results[k] for k in kept]))
+def _keep(self, kept):
+    n = len(self.avals)
+    f = lambda *xs: (lambda ys: [ys[k] for k in kept])(self(*xs))
+    return _made(self, f, self.avals, range(n), [n + k for k in kept])
 
 
 def _inexact_of(self, xs, wrt):

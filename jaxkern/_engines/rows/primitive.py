@@ -135,6 +135,28 @@ def _transpose(cts, *operands, function):
     return result
 
 
+def _kept(used, equation):
+    """The equation without the results that are not used; see `dce_rules` of JAX.
+
+    Kernels do not write them, and XLA:CPU ends in a crash where it finds a reduction of pairs that nothing uses.
+    """
+    function, operands = equation.params["function"], equation.invars
+    if not any(used):
+        return [False] * len(operands), None
+    explicit = any(not v.aval.sharding.mesh.empty for v in equation.outvars)
+    if all(used) or explicit or function.tangent is not None:
+        return [True] * len(operands), equation
+    kept = [k for k, own in enumerate(used) if own]
+    function = function.keep(kept)
+    arguments = function.used() or range(len(operands))
+    changed = {
+        "invars": [operands[k] for k in arguments],
+        "outvars": [equation.outvars[k] for k in kept],
+        "params": equation.params | {"function": function.select(arguments)},
+    }
+    return [k in arguments for k in range(len(operands))], equation.replace(**changed)
+
+
 # ---- several devices
 
 
@@ -251,6 +273,7 @@ def define(name: str, by_hand=None, makes_nan=True, **fixed) -> None:
     )
     ad.primitive_jvps[whole] = _jvp
     ad.primitive_transposes[whole] = _transpose
+    compat.drops_results(whole, _kept)
     if by_hand is None:
         if name == "row_kernel":
             algorithms.register(layout, name)
