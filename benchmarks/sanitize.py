@@ -921,7 +921,8 @@ def main() -> int:
             for n, width in enumerate(widths(algorithm, jnp.dtype(dtype).itemsize, arguments.wide)):
                 shape, axis = shape_of(algorithm, width)
                 inner = shape[2] if len(shape) == 3 else 1
-                masks = (False, True) if n % MASK_EVERY == 0 else (False,)
+                # Hand-written kernels take masks in `sanitize_fused`.
+                masks = (False, True) if n % MASK_EVERY == 0 and algorithm != "by_hand" else (False,)
                 for direction, masked in itertools.product(("forward", "backward"), masks):
                     backward = direction == "backward"
                     if not algorithms.fits("softmax", algorithm, shape[0], width, inner, dtype, backward=backward):

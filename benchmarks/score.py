@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import jaxkern
 from benchmarks import _cell, _goals, fused_softmax
 from benchmarks._program import Program
-from jaxkern._ops.softmax import plan
+from jaxkern._ops.softmax import fused_plan
+from jaxkern._ops.softmax.plan import Problem
 
 OPERATION = "score"
 DIRECTIONS = ("forward", "backward")
@@ -98,7 +99,7 @@ def programs(cell: Cell, algorithms: bool) -> list[Program]:
     specs = cell.operands()
     found = [Program(_goals.OURS, _directed(cell, _ours(cell, "auto")), specs)]
     if algorithms and jax.default_backend() == "gpu":
-        fitting = [t for t in ALGORITHMS if plan.fits(t, _problem(cell), jaxkern.algorithms.this_device())]
+        fitting = [t for t in ALGORITHMS if fused_plan.fits(t, _problem(cell))]
         found += [Program(f"{_goals.OURS}:{t}", _directed(cell, _ours(cell, t)), specs) for t in fitting]
     return [*found, Program("xla", _directed(cell, _composition(cell)), specs)]
 
@@ -139,10 +140,10 @@ def _composition(cell: Cell) -> Callable[..., jax.Array]:
     return softmax
 
 
-def _problem(cell: Cell) -> plan.Problem:
+def _problem(cell: Cell) -> Problem:
     """What the plan of the kernels chooses by."""
     rows, backward = math.prod(cell.case.shape[:-1]), cell.direction == "backward"
-    return plan.Problem(rows, cell.case.width, dtype=cell.dtype, backward=backward, fused=True)
+    return Problem(rows, cell.case.width, dtype=cell.dtype, backward=backward)
 
 
 def chosen_algorithm(cell: Cell) -> str | None:
@@ -151,7 +152,7 @@ def chosen_algorithm(cell: Cell) -> str | None:
         device = jaxkern.algorithms.this_device() if jax.default_backend() == "gpu" else None
     except RuntimeError:
         return None
-    return device and plan.choose(_problem(cell), device)
+    return device and fused_plan.choose(_problem(cell))
 
 
 Inputs = fused_softmax.Inputs

@@ -142,9 +142,10 @@ def test_options():
         step = make(
             "loss", (9, 7), 1, labels=options.pop("labels", "int32"), options=primitive.Options(**options)
         ).launches[0]
-        return [m.value for m in step.args[0].members[14:25]]
+        *scalars, single, wide = step.args[0].members[14:20]
+        return [m.value for m in (*scalars, *single.members, *wide.members)]
 
-    assert members(smoothing=0.25, z_loss=0.5) == [0, 0, 2, 0, 0.25, 0.75, 0.5, 7, 0.25, 0.75, 0.5]
+    assert members(smoothing=0.25, z_loss=0.5) == [0, 0, 2, 0, *[0.25, 0.75, 0.5, 7] * 2]
     assert members(ignore=-100, labels="int8")[:4] == [1, 0, 0, -100]
     assert members(ignore=2**64 - 1, labels="uint64", as_written=True)[:4] == [1, 1, 7, -1]
 

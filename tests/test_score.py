@@ -17,7 +17,7 @@ from conftest import ON_GPU
 import jaxkern
 from jaxkern import algorithms
 from jaxkern._core import compat, launch, registry, runtime
-from jaxkern._ops.softmax import plan
+from jaxkern._ops.score import plan
 
 MODULE = registry.kernels.module
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -490,7 +490,8 @@ def test_struct_is_laid_out_as_in_the_kernel():
     assert "sizeof(ScoreParams<2, 3>) == 688 + 2 * (8 + 88) + 3 * 24 + 16" in text
     assert plans.layout(planned((4, 64), [], ()).launches[0].args[0]) == (688 + 96 + 24 + 16, 8)
     # Rows of dimensions 0 and 2: row / (6 * 8) % 4 and row % 8; the column is its own index.
-    below, extent = ([m.members[0].value for m in args.members[5 + 3 * k : 8 + 3 * k]] for k in range(2))
+    n = len(args.members)
+    below, extent = ([m.members[0].value for m in args.members[n - 8 + 3 * k : n - 5 + 3 * k]] for k in range(2))
     assert (below, extent[:2]) == ([48, 1, 1], [4, 8])
     assert "ScoreCall<Score, void, void, false, 3, 2, 2, float, int32_t>" in found.launches[0].name
 

@@ -14,7 +14,7 @@ from conftest import ON_GPU
 
 import jaxkern
 from jaxkern._core import compat, functor, launch, registry
-from jaxkern._ops.softmax import plan
+from jaxkern._ops.score import plan
 
 MODULE = registry.kernels.module
 EPS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 4e-6, "float64": 1e-13}

@@ -9,8 +9,7 @@ import pytest
 import jaxkern
 
 FOLDER = pathlib.Path(jaxkern.__file__).parent / "_ops"
-UNNAMED = {"cross_entropy"}  # whose plan has thresholds that are not in tuning.py yet
-FAMILIES = sorted({p.parent.name for p in FOLDER.glob("*/tuning.py")} - UNNAMED)
+FAMILIES = sorted({p.parent.name for p in FOLDER.glob("*/tuning.py")})
 LARGEST = 16  # bytes of a vector; what exceeds it and is no limit of an integer type was tuned
 LIMITS = {2**k + less for k in (16, 30, 31, 32, 63) for less in (0, -1)}
 OF_GPUS = {90, 227 * 1024, 2**31 - 2}  # compute capability and shared memory from which there are clusters

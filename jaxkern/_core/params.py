@@ -7,8 +7,8 @@ come from the declaration:
     SHAPE(vectors=4, threads=4 * 100, by_vectors=4, by_positions=100)
 
 Numbers become scalars of the type of the member, and dividers where it is a Divider or a FastDivmod. Pointers are buffers or
-`launch.null`; arrays are sequences of all their elements. Members that are structs themselves are given as structs. The members
-of a base class precede the others.
+`launch.null`; arrays are sequences of all their elements. Members that are structs themselves are given as structs, and enumerations as
+scalars. The members of a base class precede the others.
 """
 
 import functools
@@ -68,7 +68,9 @@ class Params:
             # A declaration, not a part of a member function: functions are declared behind all members.
             if "(" in line:
                 break
-            if declared := re.fullmatch(r"  (?:const )?(\w+\*?) (.+);\s*", line):
+            if line.startswith("  static constexpr "):
+                continue
+            if declared := re.fullmatch(r"  (?:const )?([\w<>]+\*?) (.+);\s*", line):
                 for name, array in re.findall(r"(\*?\w+)((?:\[[^]]+\])*)", declared[2]):
                     kind = "*" if "*" in declared[1] + name else declared[1]
                     members[name.lstrip("*")] = f"{kind}[]" if array else kind
@@ -80,9 +82,8 @@ class Params:
 def _member(type: str, value):
     if type in _MAKERS:
         return _MAKERS[type](value)
-    wanted = (
-        isinstance(value, launch.Buffer) or value is launch.null if type == "*" else isinstance(value, launch.Struct)
-    )
+    pointer = isinstance(value, launch.Buffer) or value is launch.null
+    wanted = pointer if type == "*" else isinstance(value, (launch.Struct, launch.Scalar)) and not pointer
     if not wanted:
         raise TypeError(f"a {'pointer' if type == '*' else type} cannot be {value}")
     return value

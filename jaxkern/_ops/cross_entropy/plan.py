@@ -23,11 +23,9 @@ from jaxkern._core.launch import (
     MOST_BLOCKS_Y,
     Launch,
     Plan,
-    boolean,
     f32,
     f64,
     i32,
-    i64,
     null,
     operand,
     planned,
@@ -35,9 +33,11 @@ from jaxkern._core.launch import (
     scratch,
     struct,
 )
+from jaxkern._core.params import Params
 from jaxkern._ops.cross_entropy import tuning
 from jaxkern._ops.softmax.plan import PARAMS as SOFTMAX_PARAMS
 
+PARAMS = Params("cross_entropy/ops.cuh", "LossParams")
 ALGORITHMS = ("sub_warp", "warp", "block", "pipeline", "streaming", "split", "column")
 
 DTYPES = tuple(FLOAT_BYTES)
@@ -122,15 +122,16 @@ def choose(p: Problem, device) -> str:
     if p.which == "gradient":
         return "warp"
     # Few long rows: all multiprocessors work on each.
-    few = p.rows * 2 <= device.sm_count and p.vectors >= 2048 and fits("split", p, device)
+    few = p.rows * 2 <= device.sm_count and p.vectors >= tuning.SPLIT_VECTORS and fits("split", p, device)
     if p.which == "loss":
         if few:
             return "split"
         # A warp per row needs many more rows than there are warps, or short ones.
-        return "warp" if p.rows >= (24 if p.vectors <= 1024 else 60) * device.sm_count else "block"
+        rows = tuning.WARP_ROWS if p.vectors <= tuning.SHORT_VECTORS else tuning.LONG_WARP_ROWS
+        return "warp" if p.rows >= rows * device.sm_count else "block"
     if fits("warp", p, device):
         return "warp"
-    if few and p.rows * tuning.CLUSTER_BLOCKS < device.sm_count // 2 and p.vectors >= 16384:
+    if few and p.rows * tuning.CLUSTER_BLOCKS < device.sm_count // 2 and p.vectors >= tuning.BOTH_SPLIT_VECTORS:
         return "split"
     return next(a for a in ("block", "pipeline", "streaming") if fits(a, p, device))
 
@@ -172,29 +173,33 @@ class _Call(typing.NamedTuple):
             "both": (operand(2), result(0), result(1), result(2), result(3), operand(3)),
             "gradient": (operand(4), null, operand(2), operand(3), operand(5), operand(6)),
         }[p.which]
-        *rows, mask = rows if p.masked else (*rows[:4], null, null)
+        weight, loss, largest, total, count, mask = rows if p.masked else (*rows[:4], null, null)
         numbers = (options.smoothing, 1 - options.smoothing, options.z_loss, options.classes or p.width)
         arrays = 1 if p.which == "loss" else 2
-        return struct(
-            operand(0),
-            null if p.which == "loss" else result(self.gradient_result),
-            operand(1),
-            *rows,
-            i64(p.rows),
-            i64(p.width),
-            i64(p.inner),
-            i32(parts),
-            boolean(not p.whole),
-            boolean(p.rows * p.width * p.inner * p.itemsize * arrays > self.device.l2_bytes),
-            boolean(options.ignore is not None),
-            boolean(options.as_written or options.classes > 0),
-            i32(_LABELS.index(self.label_dtype)),
-            i64(ignore_bits(options.ignore)),
-            *map(f32, numbers),
-            *map(f64, numbers),
-            partials or null,
-            mask,
-            self.mask_view or EMPTY_VIEW,
+        return PARAMS(
+            logits=operand(0),
+            gradient=null if p.which == "loss" else result(self.gradient_result),
+            labels=operand(1),
+            weight=weight,
+            loss=loss,
+            largest=largest,
+            total=total,
+            count=count,
+            rows=p.rows,
+            width=p.width,
+            inner=p.inner,
+            parts=parts,
+            ragged=not p.whole,
+            exceeds_l2=p.rows * p.width * p.inner * p.itemsize * arrays > self.device.l2_bytes,
+            has_ignore=options.ignore is not None,
+            as_written=options.as_written or options.classes > 0,
+            label_type=i32(_LABELS.index(self.label_dtype)),
+            ignore=ignore_bits(options.ignore),
+            single=struct(*map(f32, numbers)),
+            wide=struct(*map(f64, numbers)),
+            partials=partials or null,
+            mask=mask,
+            mask_view=self.mask_view or EMPTY_VIEW,
         )
 
     @property
@@ -210,7 +215,7 @@ def _rows(call: _Call, kernel: str, lanes: int, params, grid: int, threads=tunin
 def _lanes(p: Problem, algorithm: str) -> int:
     if algorithm != "sub_warp":
         return 32
-    return 8 if ceil_div(p.width, p.vector) <= 32 else 16
+    return 8 if ceil_div(p.width, p.vector) <= 8 * tuning.LANE_VECTORS else 16
 
 
 def _loss(call: _Call, algorithm: str) -> list[Launch]:
@@ -266,8 +271,9 @@ def _both_in_registers(call: _Call, algorithm: str) -> list[Launch]:
     )
     grid, threads = p.rows, tuning.GROUP_THREADS
     if vectors <= tuning.WARP_VECTORS:
-        lanes = 32 if algorithm != "sub_warp" or vectors > 64 else 8 if vectors <= 32 else 16
-        held, grid = 4, ceil_div(p.rows, tuning.GROUP_THREADS // lanes)
+        held = tuning.LANE_VECTORS
+        lanes = 32 if algorithm != "sub_warp" or vectors > 16 * held else 8 if vectors <= 8 * held else 16
+        grid = ceil_div(p.rows, tuning.GROUP_THREADS // lanes)
     else:
         lanes = "jaxkern::kBlockLanes"
         held, threads = (

@@ -4,7 +4,9 @@ import math
 
 from jaxkern._core import launch
 from jaxkern._core.define import CUDA_TYPES, FLOAT8, cpp_bool
+from jaxkern._core.params import Params
 
+PARAMS = Params("quantize/tiles.cuh", "QuantizeTilesParams")
 DTYPES = ("float16", "bfloat16", "float32")
 TYPES = {"int8": "Int8", **FLOAT8}
 
@@ -20,15 +22,18 @@ def tiles(device, operands, results, *, dtype) -> launch.Plan | None:
     blocks = math.prod(batch) * down * across
     if x.dtype.name not in DTYPES or (height, width) != (TILE, TILE) or blocks >= 2**31:
         return None
-    scales = [launch.result(2), launch.null if given else launch.result(3)]
-    arrays = [
-        launch.operand(0),
-        launch.operand(1) if given else launch.null,
-        launch.result(0),
-        launch.result(1),
-        *scales,
+    args = [
+        PARAMS(
+            x=launch.operand(0),
+            given=launch.operand(1) if given else launch.null,
+            q=launch.result(0),
+            q_t=launch.result(1),
+            scale=launch.result(2),
+            scale_t=launch.null if given else launch.result(3),
+            height=down * TILE,
+            width=across * TILE,
+        )
     ]
-    args = [launch.struct(*arrays, launch.i64(down * TILE), launch.i64(across * TILE))]
 
     def steps(vectors):
         types = f"{CUDA_TYPES[x.dtype.name]}, {TYPES[str(dtype)]}"

@@ -25,8 +25,7 @@ from jax import lax
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import mask_shape
 from jaxkern._core.signature import AXIS, Layout, Signature, numbered, primitive
-from jaxkern._ops.score import reference
-from jaxkern._ops.softmax import plan
+from jaxkern._ops.score import plan, reference
 
 
 def _grown(params, group, at):
@@ -65,7 +64,7 @@ def readable(*types, axis, **params):
 
 def _partition(signature, in_jnp, prim, ctx, operands, params):
     """Each device computes its part. Rows that are split exchange a few numbers."""
-    if "origin" in params.get("given", "") or not plan.fused_fits(ctx.avals_in[0].shape, params["axis"]):
+    if "origin" in params.get("given", "") or not plan.reads(ctx.avals_in[0].shape, params["axis"]):
         return None
     return signature.partition(functools.partial(_shard, in_jnp), prim, ctx, operands, params)
 

@@ -1,7 +1,7 @@
 """Hand-written kernels of softmax, log_softmax and their gradients, where they are faster than those that the engine generates.
 
-They are one algorithm of the row functions of these operations, `by_hand`; plan.py says which kernels there are. `prefers` holds what was
-measured.
+They are one algorithm of the row functions of these operations, `by_hand`: the kernels in plan.py and, with anything fused, those in
+fused_plan.py. A caller who forces `by_hand` for other plain rows gets the fused kernels, with nothing fused.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from jaxkern._core import algorithms, launch
 from jaxkern._core.define import FLOAT_BYTES, broadcast_view
 from jaxkern._engines.rows import layout, queries
 from jaxkern._engines.rows.plan import GENERATED
-from jaxkern._ops.softmax import plan
+from jaxkern._ops.softmax import fused_plan, plan, tuning
 
 BY_HAND = "by_hand"
 ALGORITHMS = (*queries.ALGORITHMS, BY_HAND)
@@ -19,24 +19,34 @@ DTYPES, Problem = tuple(FLOAT_BYTES), queries.Problem
 FIXED = {name: queries.ORDINARY | {"kept": kept} for name, kept in (("softmax", (1, 0)), ("log_softmax", (1, 1)))}
 
 EXTRAS = ("bias", "scale", "mask", "key0", "key1")
-FUSED_WIDTH = 512  # of rows of whole vectors with a bias or a causal limit, at least
-SHORT_BYTES = 128  # of rows whose gradient runs by hand, at most; softmax forward where rows have just so many
-COLUMN_WIDTH = 1024  # of columns, at most
 
 
 def fits(algorithm, problem, device=None) -> bool:
     if algorithm != BY_HAND:
         return queries.fits(algorithm, problem, device)
-    return not isinstance(problem, layout.Problem)  # so the engine asks for what it generates itself
+    if isinstance(problem, layout.Problem):  # of the engine, which asks for what it generates itself
+        return False
+    return _kernel(problem, device) is not None or (problem.inner == 1 and not _from_logarithm(_plain(problem)))
 
 
 def choose(problem, device=None) -> str:
+    return BY_HAND if _kernel(problem, device) is not None else queries.choose(problem, device)
+
+
+def _kernel(problem, device) -> str | None:
+    """The kernel of plan.py that is faster than the generated one."""
     if isinstance(problem, layout.Problem) or device is None:
-        return queries.choose(problem, device)
-    rows, width, inner, dtype, backward = problem[:5]
-    log = problem.kept == FIXED["log_softmax"]["kept"]
-    prefers = _prefers_plain(plan.Problem(rows, width, inner, dtype, log, backward), device)
-    return BY_HAND if prefers else queries.choose(problem, device)
+        return None
+    return plan.choose(_plain(problem), device)
+
+
+def _plain(problem) -> plan.Problem:
+    return plan.Problem(*problem[:4], problem.kept == FIXED["log_softmax"]["kept"], problem.backward)
+
+
+def _from_logarithm(p) -> bool:
+    """Whether a gradient starts from the result of log_softmax, as no fused kernel does."""
+    return p.log and p.backward and p.itemsize <= 2
 
 
 def by_hand(device, operands, results, function):
@@ -62,15 +72,16 @@ def by_hand(device, operands, results, function):
     forced = algorithms.forced(function.name) if function.algorithm == "auto" else function.algorithm
     if forced not in ("auto", BY_HAND):
         return GENERATED
-    of = {"axis": axis, "algorithm": "auto"}
     ordered = [given[k] for k in (*main, *extras)]
     # Where a mask makes the result 0, the cotangent may be NaN, which the kernels of plain gradients do not exclude.
     plain = not facts["names"] and not facts["causal"] and not facts["threshold"]
-    if plain and out.dtype == x.dtype == given[main[-1]].dtype:
-        p = plan.problem_of(x, axis, log=facts["log"], backward=backward)
-        if forced == "auto" and not _prefers_plain(p, device):
-            return GENERATED
-        found = plan.plain(facts["log"], backward, device, ordered, results, **of)
+    plain = plain and out.dtype == x.dtype == given[main[-1]].dtype
+    p = plan.problem_of(x, axis, log=facts["log"], backward=backward)
+    kernel = plan.choose(p, device) if plain else None
+    if kernel is not None:
+        found = plan.plain(kernel, p, device)
+    elif plain and forced == "auto":
+        return GENERATED
     else:
         from_result = main[0] == "y" and backward
         readable = all(broadcast_view(x.shape, given[k].shape, axis) for k in extras)
@@ -79,22 +90,21 @@ def by_hand(device, operands, results, function):
         # The dimension before the row may be a batch, and not the queries.
         apart = facts["causal"] and dims[axis - 1] is not None and {dims[axis - 1]: 1} not in function.core.indices
         prefers = forced == BY_HAND or _prefers_fused(x, axis, facts, extras, backward, from_result)
-        last = axis == x.ndim - 1 and plan.fused_fits(x.shape, axis)
+        last = axis == x.ndim - 1 and fused_plan.reads(x.shape, axis)
         narrow = given["d y"].dtype if backward else out.dtype
         taken = narrow == x.dtype or not backward or from_result  # kernels that start from x take no narrower cotangent
+        taken = taken and not _from_logarithm(p)
         if own or apart or not readable or not last or not prefers or not taken:
             return GENERATED
-        found = plan.fused(
+        found = fused_plan.fused(
             device,
             ordered,
-            results,
-            **of,
+            axis=axis,
             log=facts["log"],
-            extras=" ".join(extras),
+            extras=extras,
             causal=facts["causal"],
             threshold=facts["threshold"],
-            unscaled=False,
-            dtype="" if narrow == x.dtype else narrow.name,
+            dtype=narrow.name,
             backward=backward,
             from_output=from_result,
         )
@@ -118,30 +128,12 @@ def _placed(avals, values, main):
     return {k: placed(a, values[k].dims) for k, a in avals.items()}
 
 
-def _prefers_plain(p, device) -> bool:
-    """Measured on an H100, device microseconds, generated and by hand.
-
-    Columns, bfloat16 64 x 1024 x 1024 along the middle axis: softmax 122 and 96, the gradient of log_softmax 179 and 143; float32
-    202 and 187, 308 and 280. Few long rows: bfloat16 16 x 131072 5.9 and 5.4, its gradient 7.1 and 6.5; 64 x 131072 15.5 and 14.4,
-    its gradient 19.9 and 21.0; one row of 2^20 6.5 and 6.4. Short rows: the gradient of bfloat16 49152 x 32 4.6 and 4.3; float32
-    49152 x 32 5.7 and 5.2, gradients 7.9 and 7.6, of log_softmax 8.1 and 7.7, which itself takes 5.5 in both; bfloat16 49152 x 64 5.5 and 5.3.
-    """
-    if p.inner != 1:
-        return p.inner % p.vector == 0 and p.width <= COLUMN_WIDTH
-    if plan.choose(p, device) == "cluster":
-        few = 8 if p.backward or p.log else 2
-        return p.rows * few <= device.sm_count
-    row = p.width * p.itemsize
-    short = row <= SHORT_BYTES if p.backward else row == SHORT_BYTES and not p.log
-    return short and p.whole and p.itemsize < 8
-
-
 def _prefers_fused(x, axis, facts, extras, backward, from_result) -> bool:
-    """Measured on an H100, device microseconds, generated and by hand, bfloat16 32 x 16 x 512 x 512 and 8 x 16 x 2048 x 2048.
+    """Measured on an H100, device microseconds, generated and by hand, bfloat16 32 x 16 x 512 x 512 and 8 x 16 x 2048 x 2048; see also
+    FUSED_WIDTH.
 
     Dropout: the gradient 265 and 263, 1224 and 1042; with scale, mask, bias and causal limit 286 and 229, 1328 and 846, the
-    gradient 375 and 319, 1879 and 1153. A bias: 210 and 188, 793 and 796. The causal limit: 154 and 140, 560 and 545, the
-    gradient 749 and 718 of 2048. A mask is 1.00 to 1.10 times as fast generated, short and odd rows up to twice.
+    gradient 375 and 319, 1879 and 1153. A mask is 1.00 to 1.10 times as fast generated, short and odd rows up to twice.
 
     With a scale, the hand-written kernels round the product before the maximum is subtracted. In generated ones the compiler joins
     the two, so that the exponent of the largest element is no longer 0, and infinite for a scale of 1e30.
@@ -152,7 +144,7 @@ def _prefers_fused(x, axis, facts, extras, backward, from_result) -> bool:
         return False
     if facts["threshold"]:
         return not from_result
-    wide = x.shape[axis] >= FUSED_WIDTH and x.shape[axis] * x.dtype.itemsize % 16 == 0
+    wide = x.shape[axis] >= tuning.FUSED_WIDTH and x.shape[axis] * x.dtype.itemsize % 16 == 0
     if backward:
         return wide and facts["causal"] and from_result and not facts["log"] and set(extras) <= {"scale"}
     return wide and (facts["causal"] or "bias" in extras)
