@@ -4,7 +4,7 @@ import functools
 
 from jax import lax
 
-from jaxkern._accelerate import rows, selections
+from jaxkern._accelerate import memory, rows, selections
 from jaxkern._core import compat, compat_rewriting, switch
 
 _hooked: list = []
@@ -12,6 +12,7 @@ _hooked: list = []
 
 def rewrite(module, jaxpr):
     """The jaxpr that JAX lowers in place of `jaxpr`. module: the context of the module that is being lowered."""
+    memory.note(module, jaxpr)
     return selections.rewrite(module, rows.rewrite(module, jaxpr))
 
 

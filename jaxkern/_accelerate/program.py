@@ -182,6 +182,27 @@ class Value:
         """Whether it is arithmetic, which XLA computes in one pass over memory with what consumes it."""
         return self.op is not None and self.op.ir.name in stablehlo.ELEMENTWISE | stablehlo.MOVES
 
+    @property
+    def is_computed_again(self) -> bool:
+        """Whether it is cheap arithmetic, which XLA computes in each kernel that reads it, and does not store."""
+        seen, pending, computes = set(), [self], False
+        while pending:
+            value = pending.pop()
+            op = value.op
+            if value in seen or op is None or op.name in ("constant", "iota"):
+                continue
+            seen.add(value)
+            if op.name in ("broadcast_in_dim", "reshape", "transpose", "slice"):
+                own = op.operands[0]
+                repeats = own.type is None or value.type is None or math.prod(own.type[0]) < math.prod(value.type[0])
+                pending += () if repeats else op.operands
+                continue
+            if op.ir.name not in stablehlo.ELEMENTWISE or op.name in stablehlo.DEAR or len(seen) > MOST_OPERATIONS:
+                return False
+            computes = True
+            pending += op.operands
+        return computes
+
 
 def _without_ones(value):
     """The operand of a reshape or a broadcast that adds or removes dimensions of size 1 alone; or None."""

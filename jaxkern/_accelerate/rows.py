@@ -14,7 +14,7 @@ import typing
 import jax
 from jax.extend.core import Literal
 
-from jaxkern._accelerate import cost, regions, tune
+from jaxkern._accelerate import cost, memory, regions, tune
 from jaxkern._accelerate.functions import MARKS
 from jaxkern._accelerate.regions import FUSED, bytes_of, is_variable, variables
 from jaxkern._core import (
@@ -40,7 +40,6 @@ LABEL = "the region"
 LEAST = 1 << 16  # elements of the arrays of a region; fewer take no longer than launches
 MOST_INLINED = 64  # equations of a call
 SKINNY = 128  # rows or columns of an operand of a product, up to which it is as fast as the other operand is read
-LARGER = 1.02  # memory of a program with a region over the plain program's, at most
 NEAR = 0.5  # of the kernel's time: a region for which XLA's estimate is shorter is not timed
 
 
@@ -265,7 +264,7 @@ class _Program:
         estimate, stored = estimate.beside(self._beside(region, operands)), self._beside(region, operands) // 2
         most = self._live[None]
         more = self._live[region] + stored - most
-        if stored and not force and more > (LARGER - 1) * most:
+        if stored and not force and more > (memory.LARGER - 1) * most:
             problem = f"{estimate}; would need {decisions.megabytes(more)} MB more than plain ({decisions.megabytes(most)} MB)"
         return found._replace(function=function, estimate=estimate, problem=problem)
 
@@ -283,24 +282,11 @@ class _Program:
 
     def _lives(self) -> dict:
         """{region: bytes of the arrays that the plain program has while it computes the region, at most; None: the most of all}"""
-        last = {v: k for k, e in enumerate(self.equations) for v in variables(e)}
-        last |= dict.fromkeys(filter(is_variable, self.results), len(self.equations))
-        stored = {v for e in self.equations for v in variables(e) if not _would_fuse(e, v)}
-        stored.update(v for v, e in self.made.items() if e.primitive.name not in FUSED or v in self.results)
-        live, ends, found = sum(bytes_of(v) for v in last if v not in self.made), {}, {}
-        of_region = {id(e): region for region in self.regions for e in region.equations}
-        most = live
-        for k, e in enumerate(self.equations):
-            for v in e.outvars:
-                if v in stored and v in last:
-                    live += bytes_of(v)
-                    ends.setdefault(last[v], []).append(bytes_of(v))
-            most = max(most, live)
-            if id(e) in of_region:
-                region = of_region[id(e)]
-                found[region] = max(live, found.get(region, 0))
-            live -= sum(ends.pop(k, ()))
-        return found | {None: most}
+        live = memory.Live(self.equations, self.results, _would_fuse, donated=False)
+        found = {None: live.most}
+        for region in self.regions:
+            found[region] = max(live.during.get(id(e), 0) for e in region.equations)
+        return found
 
     def _is_stored(self, v) -> bool:
         """Whether XLA stores an array that a region reads: what others than it and other regions read, or what it cannot fuse."""

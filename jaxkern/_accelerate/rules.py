@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxkern._accelerate import chains, gate, registration
+from jaxkern._accelerate import chains, gate, memory, registration
 from jaxkern._accelerate import layout as layouts
 from jaxkern._accelerate.program import Program, root
 from jaxkern._core import compat, compat_lowering, decisions, environment, partition, stablehlo, switch
@@ -169,7 +169,7 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
     clip = params["mode"] == lax.GatherScatterMode.CLIP
     chain, why_not = _chain(name, ctx, values, problem, layout, clip, settings)
     if chain is not None:
-        taken, why = True, chain.text
+        taken, why = _fits(ctx, chain, problem, settings)
     else:
         problem = _in_program(problem, ctx, operand, updates, listened or settings.force)
         taken, why = gate.can_scatter(problem) if settings.force else gate.scatter(problem)
@@ -275,6 +275,24 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
         if isinstance(found.other, int):
             known.gathered[root(found.values[found.other])] += 1
     return found, ""
+
+
+def _fits(ctx, chain, problem, settings) -> tuple[bool, str]:
+    """(whether the program has room for what a chain stores and XLA computes where it adds the updates, what the record says).
+
+    Sums in an order are taken in any case: XLA may take thousands of times as long, as it does by compare-and-swap.
+    """
+    if settings.force or chain.free is None or problem.swaps:
+        return True, chain.text
+    room = memory.room(ctx.module_context)
+    size = lambda value: math.prod(value.type[0]) * value.type[1].itemsize
+    stored = {value.key: size(value) for value in chain.values if value.is_computed_again}
+    more = room.needed(stored)
+    if stored and not room.is_there(more):
+        needs = f"would need {decisions.megabytes(more)} MB more than plain ({decisions.megabytes(room.plain)} MB)"
+        return False, f"{chain.text}; {needs}"
+    room.values |= stored
+    return True, chain.text
 
 
 def _problem(name, avals, params):
