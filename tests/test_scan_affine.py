@@ -33,9 +33,9 @@ def read(body, consts, carries, xs):
 
     args = [*consts, *carries, *xs]
     shapes = [jax.ShapeDtypeStruct((), jnp.result_type(x)) for x in args]
-    return affine(
-        jax.make_jaxpr(flat)(*shapes), len(consts), [s.dtype for s in shapes[count[0] :][: count[1]]], len(xs)
-    )
+    closed, stored = jax.make_jaxpr(flat)(*shapes), [s.dtype for s in shapes[count[0] :][: count[1]]]
+    with jax.checking_leaks():
+        return affine(closed, len(consts), stored, len(xs))
 
 
 def cut(loop, consts, carries, xs):

@@ -54,6 +54,12 @@ class Form:
         terms = {k: f(self.number(c)) for k, c in self.terms.items()}
         return Form(self.dtype, terms, None if self.offset is None else f(self.offset), self.fixed and fixed)
 
+    @property
+    def outline(self) -> "Form":
+        """The Form without its scalars: None stands for a coefficient, True for the offset."""
+        terms = {k: ONE if c is ONE else None for k, c in self.terms.items()}
+        return Form(self.dtype, terms, None if self.offset is None else True, self.fixed)
+
     def number(self, coefficient):
         """A coefficient as a scalar. None stands for 0."""
         if coefficient is None or coefficient is ONE:
@@ -282,7 +288,7 @@ def affine(body, num_consts, stored, num_xs, most=MOST_COUPLED):
             loop.counters = tuple(k for k, f in enumerate(forms) if _counts(f, k))
             known = {k: starts[k] for k in loop.counters}
             forms, selects = _forms(loop, given[0], known, *given[1:], jnp.int32(1))
-        found.append((forms, selects))
+        found.append(([f and f.outline for f in forms], selects))  # no tracer leaves the trace
         return 0
 
     shapes = [jax.ShapeDtypeStruct((), v.aval.dtype) for v in body.jaxpr.invars]
@@ -302,8 +308,8 @@ def affine(body, num_consts, stored, num_xs, most=MOST_COUPLED):
 
 
 def _closed(entries, n) -> dict:
-    """The entries of A in compositions of maps, from the entries of one map: ONE, or None for a number."""
-    known = {at: ONE if c is ONE else None for at, c in entries.items()}
+    """The entries of A in compositions of maps, from the entries of one map; each is ONE, or None for a number."""
+    known = entries
     while True:
         product = {}
         for i, k in known:
