@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks import _goals, _report, _svg, _words, palette
+from benchmarks import _goals, _report, _words, palette
+from benchmarks._scale import number
 from benchmarks._svg import Axis, Dots, Figure, Lines, Point, Row
 
 Files = list[dict[str, Any]]  # of one operation, or of all
@@ -43,6 +45,12 @@ def cells(files: Files, keep: Callable[[Cell], bool] = lambda r: True) -> list[t
     return [(data, r) for data in files for r in data["results"] if keep(r)]
 
 
+def beside(columns: list[Dots]) -> Dots:
+    """One panel of the same rows on several GPUs, which are named where there is more than one."""
+    first, *more = columns
+    return dataclasses.replace(first, gpu=first.gpu if more else "", beside=tuple(more))
+
+
 def titled(files: Files, data: dict[str, Any], words: str) -> str:
     """The title of a panel, which names its GPU if there are several."""
     several = len({d["environment"]["device"] for d in files}) > 1
@@ -51,7 +59,7 @@ def titled(files: Files, data: dict[str, Any], words: str) -> str:
 
 
 def implementations(panels: Iterable[Any]) -> set[str]:
-    dots = [p.who for d in panels if isinstance(d, Dots) for r in d.rows for p in r.points]
+    dots = [p.who for d in panels if isinstance(d, Dots) for p in d.points()]
     return set(dots) | {who for panel in panels if isinstance(panel, Lines) for who in panel.lines}
 
 
@@ -72,32 +80,31 @@ def dots(
     note: str = "",
 ) -> Figure:
     """Rows with the geometric mean of the speeds of their cells; by dtype, bfloat16 is filled and float32 is hollow."""
-    found: dict[str, dict[str, dict[tuple[str, bool], list[float]]]] = {}
-    missing: dict[tuple[str, str], str] = {}
+    found: dict[str, dict[str, dict[tuple[str, str, bool], list[float]]]] = {}
+    missing: dict[tuple[str, str, str], str] = {}
     for data, r in cells(files, keep):
-        times = _report.medians(r)
+        times, gpu = _report.medians(r), _words.device(data["environment"])
         if base not in times or _goals.OURS not in times or (by_dtype and r["dtype"] == "float16"):
             continue
-        rows = found.setdefault(titled(files, data, panel(r)), {})
-        points = rows.setdefault(label(r), {})
+        points = found.setdefault(panel(r), {}).setdefault(label(r), {})
         if "xla" not in times:
-            missing[titled(files, data, panel(r)), label(r)] = _not_run(r)
+            missing[panel(r), label(r), gpu] = _not_run(r)
         for who, us in times.items():
             if who in palette.LOOKS and who not in (base, _goals.COPY):
-                key = who, by_dtype and r["dtype"] == "float32"
+                key = gpu, who, by_dtype and r["dtype"] == "float32"
                 points.setdefault(key, []).append(times[base] / us)
+
+    def row(heading: str, words: str, gpu: str) -> Row:
+        of = {(who, hollow): v for (g, who, hollow), v in found[heading][words].items() if g == gpu}
+        beyond = "" if any(who == "xla" for who, _ in of) else missing.get((heading, words, gpu), "")
+        points = (Point(who, mean(v), hollow) for (who, hollow), v in of.items())
+        return Row(words, tuple(points), beyond=beyond, left=True)
+
+    gpus = sorted({key[0] for rows in found.values() for points in rows.values() for key in points})
     panels = [
-        Dots(heading, tuple(
-            Row(
-                words,
-                tuple(Point(who, mean(v), hollow) for (who, hollow), v in points.items()),
-                beyond="" if any(who == "xla" for who, _ in points) else missing.get((heading, words), ""),
-                left=True,
-            )
-            for words, points in rows.items()
-        ))
+        beside([Dots(heading, tuple(row(heading, words, gpu) for words in rows), gpu) for gpu in gpus])
         for heading, rows in found.items()
-    ]  # fmt: skip
+    ]
     return figure(
         files,
         title,
@@ -147,7 +154,7 @@ def ratio(times: dict[str, float]) -> float:
 
 def range_of(points: Iterable[Point]) -> str:
     values = [p.value for p in points]
-    text = lambda v: _svg.number(float(f"{v:.2g}")) if v >= 9.95 else f"{v:.1f}" if v >= 0.995 else f"{v:.2f}"
+    text = lambda v: number(float(f"{v:.2g}")) if v >= 9.95 else f"{v:.1f}" if v >= 0.995 else f"{v:.2f}"
     low, high = text(min(values)), text(max(values))
     return f"{low}×" if low == high else f"{low} to {high}×"
 

@@ -32,18 +32,19 @@ def _speeds(data: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def kernels(files: Files) -> Figure:
     """A row for each family and direction."""
-    panels: dict[str, list[Row]] = {}
-    for data in files:
-        rows = panels.setdefault(data["environment"]["device"], [])
+    used = [data for data in files if _speeds(data)]
+    rows: dict[str, dict[str, tuple[Point, ...]]] = {}
+    for data in used:
         for direction, of in _speeds(data).items():
             words = f"{_words.FAMILIES[data['operation']]}, {direction}"
-            rows.append(Row(words, tuple(Point(who, v) for who, v in of.items())))
-    shown = [Dots(gpu, tuple(rows)) for gpu, rows in panels.items() if rows]
-    used = [data for data in files if _speeds(data)]
+            points = tuple(Point(who, v) for who, v in of.items())
+            rows.setdefault(words, {})[_words.device(data["environment"])] = points
+    gpus = sorted({gpu for of in rows.values() for gpu in of})
+    columns = [Dots("", tuple(Row(words, of.get(gpu, ())) for words, of in rows.items()), gpu) for gpu in gpus]
     return _compose.figure(
         used,
         "How near kernels come to the speed of a copy",
-        shown,
+        [_compose.beside(columns)],
         x=OF_COPY,
         base="1: a copy of the same bytes",
         note="Geometric means over all shapes and dtypes. XLA and PyTorch are as far from jaxkern as in the cells that both ran.",
@@ -114,18 +115,19 @@ def slower(data: dict[str, Any]) -> list[tuple[float, str, Cell]]:
 
 
 def losses(files: Files) -> Figure:
-    """The worst cell of each operation in which another implementation is faster."""
+    """The worst cell of each operation in which another implementation is faster, a panel for each GPU."""
     used = [(data, found[0]) for data in files if (found := slower(data))]
-    rows = []
+    rows: dict[str, list[Row]] = {}
     for data, (ratio, who, r) in sorted(used, key=lambda row: -row[1][0]):
         words = _words.case(data["operation"], r)
         if data["operation"] not in ("sharding", "programs"):
             words = f"{_words.operation(r)}, {_words.direction(r)}, {r['dtype']}: {words}"
-        rows.append(Row(words, (Point(who, ratio),), f"{ratio:.2f}×"))
+        row = Row(words, (Point(who, ratio),), f"{ratio:.2f}×")
+        rows.setdefault(_words.device(data["environment"]), []).append(row)
     return _compose.figure(
         [data for data, _ in used],
         "Where others are faster: the worst case of each family",
-        [Dots("", tuple(rows))],
+        [Dots(gpu, tuple(of)) for gpu, of in sorted(rows.items())],
         x=Axis("times as fast as jaxkern", "the other is faster"),
         base="1: jaxkern",
         base_who=_goals.OURS,

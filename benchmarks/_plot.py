@@ -88,9 +88,10 @@ def _norm(files: Files) -> dict[str, Figure]:
     titles = {"rms_norm": "RMSNorm of rows", "layer_norm": "LayerNorm of rows"}
     words = lambda r: _words.case("norm", r)
     found = {f"norm-{op}": _bandwidth(files, title, "columns", keep(op)) for op, title in titles.items()}
-    others = lambda r: r["op"] in titles and not even(r)
+    rows = lambda r: len(r["shape"]) < 4
+    others = lambda r: rows(r) and not even(r)
     found["norm-shapes"] = dots(files, "Norms of other rows: odd widths, few rows, residuals", words, panel, others)
-    images = lambda r: r["op"] not in titles and r["direction"] != "backward"
+    images = lambda r: not rows(r) and r["direction"] != "backward"
     found["norm-images"] = dots(files, "Norms of images", words, panel, images)
     return found
 

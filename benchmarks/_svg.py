@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 from benchmarks import palette
+from benchmarks._scale import Scale, number
 
 WIDTH = 480  # of every figure; at 400 pixels the smallest text is 9.6 pixels high
 PAD, TITLE, BODY, SMALL = 12, 15, 12.5, 11.5  # margins, and sizes of text
@@ -66,10 +67,21 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Dots:
-    """A heading and rows. All panels of dots in a figure share one logarithmic axis."""
+    """A heading and rows. All panels of dots in a figure share one logarithmic axis.
+
+    beside: the same rows on other GPUs, which `gpu` names: each has a column of its own, to the right of the words.
+    """
 
     heading: str
     rows: tuple[Row, ...]
+    gpu: str = ""
+    beside: tuple[Dots, ...] = ()
+
+    def columns(self) -> tuple[Dots, ...]:
+        return (self, *self.beside)
+
+    def points(self) -> list[Point]:
+        return [p for column in self.columns() for row in column.rows for p in row.points]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +126,7 @@ class Figure:
         """Implementations in the order of the legend."""
         found = set()
         for panel in self.panels:
-            found |= set(panel.lines) if isinstance(panel, Lines) else {p.who for r in panel.rows for p in r.points}
+            found |= set(panel.lines) if isinstance(panel, Lines) else {p.who for p in panel.points()}
         return [who for who in palette.LOOKS if who in found]
 
 
@@ -206,49 +218,6 @@ def _n(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def number(value: float) -> str:
-    """1 000 with a space that does not break; small ones as they are."""
-    if value >= 10 or value == int(value):
-        return f"{value:,.0f}".replace(",", "\u00a0")
-    return f"{value:.6f}".rstrip("0")
-
-
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    """Numbers from `low` to `high` to positions from `start` to `end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = True
-    base: float = 10
-
-    def __call__(self, value: float) -> float:
-        if self.high == self.low:
-            return (self.start + self.end) / 2
-        of = math.log if self.log else float
-        return self.start + (self.end - self.start) * (of(value) - of(self.low)) / (of(self.high) - of(self.low))
-
-    def ticks(self, most: int) -> list[float]:
-        """Round numbers in the range, at most so many where that leaves two."""
-        if not self.log:
-            step = 10 ** math.floor(math.log10(self.high / most))
-            step *= next(k for k in (1, 2, 5, 10) if k * step * most >= self.high)
-            return [k * step for k in range(int(self.high / step) + 1)]
-        if self.base == 2:
-            powers = range(math.ceil(math.log2(self.low) - 1e-9), math.floor(math.log2(self.high) + 1e-9) + 1)
-            every = max(1, math.ceil(len(powers) / most))
-            return [2.0**k for k in powers[::every]]
-        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        for steps, every in (((1, 1.5, 2, 3, 5, 7), 1), ((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 3)):
-            found = [s * 10.0**k for k in decades if k % every == 0 for s in steps]
-            found = [v for v in found if self.low * 0.999 <= v <= self.high * 1.001]
-            if len(found) <= most:
-                break
-        return [float(f"{v:.3g}") for v in found]
-
-
 def lay_out(figure: Figure, theme: str) -> Drawing:
     words = (
         f"{figure.x.label(False)}. {figure.y.label(True) + '. ' if figure.y else ''}{figure.environment}. {figure.note}"
@@ -274,7 +243,7 @@ def _head(drawing: Drawing, figure: Figure) -> float:
             y += LINE
             drawing.text(PAD, y - 2, line, SMALL, kind="m")
     entries = [(who, False, palette.LOOKS[who].name) for who in figure.shown()]
-    if any(p.hollow for panel in figure.panels if isinstance(panel, Dots) for row in panel.rows for p in row.points):
+    if any(p.hollow for panel in figure.panels if isinstance(panel, Dots) for p in panel.points()):
         entries += [("filled", False, "bfloat16"), ("filled", True, "float32")]
     x, y = float(PAD), y + 20
     for who, hollow, words in entries:
@@ -292,45 +261,64 @@ def _head(drawing: Drawing, figure: Figure) -> float:
 
 
 def _dots(drawing: Drawing, figure: Figure, y: float) -> float:
-    rows = [row for panel in figure.panels for row in panel.rows]
+    rows = [row for panel in figure.panels for column in panel.columns() for row in column.rows]
+    columns = max(len(panel.columns()) for panel in figure.panels)
+    scales = _scales(figure, rows, columns)
+    grid, muted = palette.GRID[drawing.theme], palette.MUTED[drawing.theme]
+    if figure.base:
+        y += LINE
+        at, half = scales[-1](1), width_of(figure.base, SMALL) / 2
+        drawing.text(min(max(at, PAD + half), WIDTH - PAD - half), y, figure.base, SMALL, "middle", "m")
+        y += 5
+    ticks = scales[0].ticks(6) if columns == 1 else _fitting(scales[0], 4)
+    for panel in figure.panels:
+        if panel.heading or columns > 1:
+            for line in wrap(panel.heading, WIDTH - 2 * PAD if columns == 1 else LABELS, BODY, True):
+                y += 19
+                drawing.text(PAD, y - 3, line, kind="b")
+            for scale, column in zip(scales, panel.columns()):
+                if column.gpu:
+                    drawing.text(scale.start, y - 3, column.gpu, SMALL, kind="m")
+            y += 4
+        rows_end = y + sum(_height(row) for row in panel.rows)
+        for scale in scales:
+            for tick in ticks:
+                drawing.line([(scale(tick), y), (scale(tick), rows_end)], grid)
+            if figure.base:
+                colour = palette.LOOKS[figure.base_who].colour(drawing.theme)
+                drawing.line([(scale(1), y), (scale(1), rows_end)], colour, 1.4, "5 4")
+        for of in zip(*(column.rows for column in panel.columns())):
+            for k, line in enumerate(wrap(of[0].label, LABELS, BODY)):
+                drawing.text(PAD + LABELS, y + 14 + LINE * k, line, anchor="end")
+            for row, scale in zip(of, scales):
+                _row(drawing, row, scale, y)
+            y += _height(of[0])
+    for scale in scales:
+        drawing.line([(scale.start, y), (scale.end, y)], muted)
+        for tick in ticks:
+            drawing.text(scale(tick), y + 14, number(tick), SMALL, "middle", "m")
+    y += 16
+    for line in wrap(figure.x.label(False) + " (log scale)" * figure.x.log, WIDTH - 2 * PAD, BODY):
+        y += LINE + 1
+        drawing.text(WIDTH - PAD, y, line, anchor="end")
+    return y + 4
+
+
+def _scales(figure: Figure, rows: list[Row], columns: int) -> list[Scale]:
+    """The axis of each column of dots."""
     values = [p.value for row in rows for p in row.points] + [1.0] * bool(figure.base)
     beyond = any(row.beyond and not row.left for row in rows)
     low, high = min(values), max(values)
     margin = 1.05 * (high / low) ** 0.04
     if not figure.x.log:
         low, high, margin = 0.0, high * 1.1, 1.0
-    scale = Scale(low / margin, high * margin, PAD + LABELS + 8, WIDTH - PAD - (30 if beyond else 8), figure.x.log)
-    scale = dataclasses.replace(scale, end=min((_end(row, scale) for row in rows if row.value), default=scale.end))
-    grid, muted = palette.GRID[drawing.theme], palette.MUTED[drawing.theme]
-    if figure.base:
-        y += LINE
-        at, half = scale(1), width_of(figure.base, SMALL) / 2
-        drawing.text(min(max(at, PAD + half), WIDTH - PAD - half), y, figure.base, SMALL, "middle", "m")
-        y += 5
-    ticks = scale.ticks(6)
-    for panel in figure.panels:
-        if panel.heading:
-            for line in wrap(panel.heading, WIDTH - 2 * PAD, BODY, True):
-                y += 19
-                drawing.text(PAD, y - 3, line, kind="b")
-            y += 4
-        rows_end = y + sum(_height(row) for row in panel.rows)
-        for tick in ticks:
-            drawing.line([(scale(tick), y), (scale(tick), rows_end)], grid)
-        if figure.base:
-            colour = palette.LOOKS[figure.base_who].colour(drawing.theme)
-            drawing.line([(scale(1), y), (scale(1), rows_end)], colour, 1.4, "5 4")
-        for row in panel.rows:
-            _row(drawing, row, scale, y)
-            y += _height(row)
-    drawing.line([(scale.start, y), (scale.end, y)], muted)
-    for tick in ticks:
-        drawing.text(scale(tick), y + 14, number(tick), SMALL, "middle", "m")
-    y += 16
-    for line in wrap(figure.x.label(False) + " (log scale)" * figure.x.log, WIDTH - 2 * PAD, BODY):
-        y += LINE + 1
-        drawing.text(WIDTH - PAD, y, line, anchor="end")
-    return y + 4
+    start, end, gap = PAD + LABELS + 8, WIDTH - PAD - (30 if beyond else 8), 16
+    scale = Scale(low / margin, high * margin, start, end, figure.x.log)
+    if columns == 1:
+        return [dataclasses.replace(scale, end=min((_end(row, scale) for row in rows if row.value), default=end))]
+    width = (end - start - gap * (columns - 1)) / columns
+    starts = [start + k * (width + gap) for k in range(columns)]
+    return [dataclasses.replace(scale, start=s, end=s + width) for s in starts]
 
 
 def _height(row: Row) -> float:
@@ -347,8 +335,6 @@ def _end(row: Row, scale: Scale) -> float:
 def _row(drawing: Drawing, row: Row, scale: Scale, y: float) -> None:
     middle = y + _height(row) / 2
     drawing.line([(scale.start, middle), (scale.end, middle)], palette.GRID[drawing.theme], 0.8)
-    for k, line in enumerate(wrap(row.label, LABELS, BODY)):
-        drawing.text(PAD + LABELS, y + 14 + LINE * k, line, anchor="end")
     for point in sorted(row.points, key=lambda p: list(palette.LOOKS).index(p.who), reverse=True):
         drawing.mark(scale(point.value), middle, point.who, point.hollow)
     if row.value:
@@ -413,9 +399,9 @@ def _sentence(drawing: Drawing, text: str, y: float) -> float:
     return y
 
 
-def _fitting(scale: Scale) -> list[float]:
-    """Ticks whose numbers do not run into each other, nor over the end of the axis."""
-    for most in (5, 4, 3, 2):
+def _fitting(scale: Scale, most: int = 5) -> list[float]:
+    """Ticks, at most so many, whose numbers do not run into each other, nor over the end of the axis."""
+    for most in range(most, 1, -1):
         ends = [(scale(t) - w / 2, scale(t) + w / 2) for t in scale.ticks(most) if (w := width_of(number(t), SMALL))]
         if all(a[1] + 6 <= b[0] for a, b in zip(ends, ends[1:])):
             break

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import jaxkern
 from benchmarks import _cell, _goals, _timing, _torch, softmax
 from benchmarks._program import Program
+from jaxkern._core.primitive import bind
 from jaxkern._definitions.traced import of_rows
 from jaxkern._ops.group_norm.primitive import PRIMITIVES as GROUP_PRIMITIVES
 
@@ -208,7 +209,8 @@ def _ours_groups(cell: Cell, algorithm: str) -> Callable[..., Any]:
         del bias
         split = lambda a: a.reshape(*cell.case.shape[:axis], groups, -1, *cell.case.shape[axis + 1 :])
         zero, f32 = jnp.zeros(mean.shape, jnp.float32), jnp.dtype(jnp.float32)
-        dx, *sums = GROUP_PRIMITIVES[cell.op].grad.bind(
+        dx, *sums = bind(
+            GROUP_PRIMITIVES[cell.op].grad,
             split(x),
             mean,
             var,
@@ -217,7 +219,6 @@ def _ours_groups(cell: Cell, algorithm: str) -> Callable[..., Any]:
             zero,
             zero,
             operation=cell.op,
-            extras="scale",
             batch=batch,
             keep=0,
             channel=axis,

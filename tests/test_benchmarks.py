@@ -16,7 +16,7 @@ from conftest import ON_GPU
 
 import jaxkern
 from benchmarks import __main__ as main
-from benchmarks import _geometric, _goals, _plot, _report, _run, _timing, _torch, curves, programs, sharding
+from benchmarks import _cell, _geometric, _goals, _plot, _report, _run, _timing, _torch, curves, programs, sharding
 from benchmarks.__main__ import OPERATIONS
 from jaxkern._core import switch
 
@@ -64,6 +64,19 @@ def test_a_small_case(name, monkeypatch, tmp_path):
         assert all("median_us" in times[who] for who in (_goals.OURS, "xla", _goals.COPY)), (row["op"], times)
         assert all(goal["met"] for goal in row["goals"] if goal["goal"] in KERNEL_GOALS)
     assert case.name in _report.table(data)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "elementwise", "norm"])
+def test_primitives_are_given_what_they_take(name):
+    """Benchmarks of gradients that call primitives: each program of the smallest cases is traced."""
+    operation = importlib.import_module(f"benchmarks.{name}")
+    traced = 0
+    for case in operation.CPU_CASES:
+        for cell in _cell.cells(operation, case, "float32", operation.OPS):
+            for program in operation.programs(cell, False):
+                jax.eval_shape(program.function, *program.specs)
+                traced += 1
+    assert traced > 2 * len(operation.CPU_CASES)
 
 
 @pytest.mark.parametrize("command", ["softmax", "sharding", "programs", "curves"])

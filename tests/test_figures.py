@@ -58,7 +58,7 @@ def test_a_figure_can_be_read(name, figures):
     unit = ("ms", "µs", "GB/s", "fraction of", "times as fast")
     assert any(u in value.quantity for u in unit), value.quantity
     assert all(palette.LOOKS[who].name in texts for who in figure.shown())
-    dots = [p for panel in figure.panels if isinstance(panel, _svg.Dots) for row in panel.rows for p in row.points]
+    dots = [p for panel in figure.panels if isinstance(panel, _svg.Dots) for p in panel.points()]
     assert not any(p.hollow for p in dots) or {"float32", "bfloat16"} <= set(texts)
     assert not figure.base or figure.base in texts and figure.base.startswith("1: ")
     assert re.search(r"NVIDIA H\d00.*, driver [\d.]+, JAX \d+\.\d+\.\d+, .*\d{4}-\d\d-\d\d", figure.environment)
@@ -111,10 +111,18 @@ def test_one_file_is_drawn_beside_it(tmp_path, files):
 
 
 def test_gpus_are_side_by_side(files):
-    """The same operation of another GPU has panels of its own, which say so."""
+    """The same operation on another GPU has a column of its own beside the same words, which says so."""
     (figure,) = _plot.OPERATIONS["row_kernel"]([d for d in files if d["operation"] == "row_kernel"]).values()
-    assert [p.heading for p in figure.panels] == ["H100: forward", "H100: gradient", "H200: forward", "H200: gradient"]
+    assert [p.heading for p in figure.panels] == ["forward", "gradient"]
+    for panel in figure.panels:
+        columns = panel.columns()
+        assert [column.gpu for column in columns] == ["H100", "H200"]
+        assert len({tuple(row.label for row in column.rows) for column in columns}) == 1
+        assert all(any(row.points for row in column.rows) for column in columns)
     assert len(figure.environment.splitlines()) == 2
+    drawing = _svg.lay_out(figure, "light")
+    (first, *_), (second, *_) = ([box for box in drawing.texts if box.text == gpu] for gpu in ("H100", "H200"))
+    assert first.top == second.top and first.right < second.left
 
 
 def test_overlapping_texts_are_found():
