@@ -39,7 +39,7 @@ def quantile(
 
     Raises:
         TypeError: `x` or `q` is not an array of real numbers; `axis` is not an int, a tuple of ints or None.
-        ValueError: there are no elements along `axis`, or `axis` is out of bounds; `method` is unknown.
+        ValueError: there are no elements along `axis`, or 2**31 or more, or `axis` is out of bounds; `method` is unknown.
 
     Derivatives: forward and reverse mode, of any order, by `x`, and by `q` with "linear".
 
@@ -90,6 +90,7 @@ def _checked(name, x, q, axis, method, keepdims):
     validate.check_array(name, "x", "an array", x)
     x, keepdims = validate.floating(name, jnp.asarray(x)), validate.flag(name, "keepdims", keepdims)
     axes = validate.sorted_axes(name, validate.static_axis(name, axis), x.shape)
+    validate.positions(name, "x", x.shape, axes)
     if math.prod(x.shape[a] for a in axes) == 0:
         raise ValueError(f"jaxkern.{name}: x of shape {x.shape} has no elements along axis {axis}")
     return _quantile(x, q, tuple(axes), method, keepdims)

@@ -47,7 +47,7 @@ def top_k(x: ArrayLike, k: int, axis: int = -1, *, function: Callable[[jax.Array
     Raises:
         TypeError: `x` is complex, of fewer than 8 bits, or not an array; `k` or `axis` is not an int; `function` is not callable,
             returns no real number, or has an operation that a kernel cannot run.
-        ValueError: `k` is negative or larger than the axis; `axis` is out of bounds.
+        ValueError: `k` is negative or larger than the axis; `axis` is out of bounds, or has 2**31 elements or more.
 
     Derivatives: forward and reverse mode, of any order, by `x`. Tangents are gathered at the indices.
 
@@ -67,6 +67,7 @@ def top_k(x: ArrayLike, k: int, axis: int = -1, *, function: Callable[[jax.Array
     validate.check_array(name, "x", "an array", x)
     x, k = jnp.asarray(x), validate.integer(name, "k", k)
     axis = _axis(name, axis, x.shape)
+    validate.positions(name, "x", x.shape, [axis])
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"jaxkern.{name}: x must be real, got {x.dtype}{list(x.shape)}")
     info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
@@ -123,7 +124,7 @@ def top_p(logits: ArrayLike, p: ArrayLike, axis: int = -1) -> jax.Array:
 
     Raises:
         TypeError: `logits` or `p` is not an array of real numbers, or `logits` has no infinity; `axis` is not an int.
-        ValueError: `axis` is out of bounds; `p` does not broadcast.
+        ValueError: `axis` is out of bounds, or has 2**31 elements or more; `p` does not broadcast.
 
     Derivatives: forward and reverse mode, of any order, by `logits`: the identity where they are kept.
 
@@ -137,6 +138,7 @@ def top_p(logits: ArrayLike, p: ArrayLike, axis: int = -1) -> jax.Array:
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
     """
     logits, axis, p = _filtered("top_p", logits, axis, p=p)
+    validate.positions("top_p", "logits", logits.shape, [axis])
     return _top_p(logits, p, axis)
 
 
@@ -286,7 +288,7 @@ def sample(
     Raises:
         TypeError: `logits` or a filter is not an array of real numbers; `key` is not a key; `top_k` or `axis` is not an int.
         ValueError: there are no classes; `top_k` is less than 1; `temperature` is a negative Python number; `axis` is out of
-            bounds; a filter does not broadcast.
+            bounds, or has 2**31 elements or more; a filter does not broadcast.
 
     Derivatives: none.
 
@@ -305,6 +307,7 @@ def sample(
     validate.check_array(name, "logits", "an array", logits)
     logits = validate.floating(name, jnp.asarray(logits), "logits")
     axis = _axis(name, axis, logits.shape, "logits")
+    validate.positions(name, "logits", logits.shape, [axis])
     if logits.shape[axis] == 0:
         raise ValueError(f"jaxkern.{name}: logits of shape {logits.shape} have no classes")
     validate.check_array(name, "key", "a key of jax.random", key, keys=True)

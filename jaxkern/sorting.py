@@ -63,7 +63,7 @@ def argsort(x: ArrayLike, axis: int | None = -1, *, descending: bool = False) ->
 
     Raises:
         TypeError: as for `sort`.
-        ValueError: as for `sort`.
+        ValueError: as for `sort`, or there are 2**31 elements or more along `axis`.
 
     Derivatives: none.
 
@@ -77,6 +77,7 @@ def argsort(x: ArrayLike, axis: int | None = -1, *, descending: bool = False) ->
     Source: as for `sort`.
     """
     x, axis, descending = _checked("argsort", "x", x, axis, descending)
+    validate.positions("argsort", "x", x.shape, range(x.ndim) if axis is None else [axis])
     return _sorted(x, axis, descending, ("indices",))[0]
 
 
@@ -94,7 +95,7 @@ def sort_pairs(
 
     Raises:
         TypeError: as for `sort`, or a value is not an array.
-        ValueError: as for `sort`, or a value does not have the shape of `keys`.
+        ValueError: as for `argsort`, or a value does not have the shape of `keys`.
 
     Derivatives: forward and reverse mode, of any order, by `keys` and `values`.
 
@@ -110,6 +111,7 @@ def sort_pairs(
     """
     name = "sort_pairs"
     keys, axis, descending = _checked(name, "keys", keys, axis, descending)
+    validate.positions(name, "keys", keys.shape, range(keys.ndim) if axis is None else [axis])
     leaves, tree = jax.tree.flatten(values, is_leaf=lambda leaf: leaf is None)
     for leaf in leaves:
         validate.check_array(name, "values", "an array, or a pytree of arrays", leaf)
@@ -156,7 +158,7 @@ def searchsorted(array: ArrayLike, x: ArrayLike, side: str = "left") -> jax.Arra
 
     Raises:
         TypeError: `array` or `x` is not an array of real numbers.
-        ValueError: `array` does not have one dimension; `side` is unknown.
+        ValueError: `array` does not have one dimension, or has 2**31 elements or more; `side` is unknown.
 
     Derivatives: none.
 
@@ -178,6 +180,7 @@ def searchsorted(array: ArrayLike, x: ArrayLike, side: str = "left") -> jax.Arra
             validate.real(name, argument, given[argument])
     if given["array"].ndim != 1:
         raise ValueError(f"jaxkern.{name}: array must have one dimension, got shape {given['array'].shape}")
+    validate.positions(name, "array", given["array"].shape, [0])
     return _search(given["array"], given["x"], side == "right")
 
 
@@ -216,7 +219,7 @@ def unique(
 
     Raises:
         TypeError: `x` is not an array, `size` not an int, `fill_value` not a number, or a flag is not a bool.
-        ValueError: `size` is negative; `x` has no elements, and `fill_value` is None.
+        ValueError: `size` is negative; `x` has 2**31 elements or more, or no elements, and `fill_value` is None.
 
     Derivatives: forward and reverse mode, of any order, by `x`.
 
@@ -236,6 +239,7 @@ def unique(
     flags = tuple(validate.flag(name, argument, value) for argument, value in flags.items())
     if size < 0:
         raise ValueError(f"jaxkern.{name}: size must be 0 or more, got {size}")
+    validate.positions(name, "x", x.shape, range(x.ndim))
     if fill_value is not None:
         validate.check_array(name, "fill_value", "a number", fill_value)
         fill_value = jnp.asarray(fill_value)

@@ -358,3 +358,22 @@ def test_densities_of_sums_that_are_too_large(dtype, count, high):
 def test_errors(call, error, message):
     with pytest.raises(error, match=f"jaxkern.{message}"):
         call()
+
+
+LONG = {
+    "argsort": lambda x: jaxkern.argsort(x),
+    "sort_pairs": lambda x: jaxkern.sort_pairs(x, x),
+    "searchsorted": lambda x: jaxkern.searchsorted(x, 1.0),
+    "unique": lambda x: jaxkern.unique(x, 3),
+    "median": lambda x: jaxkern.median(x),
+    "quantile": lambda x: jaxkern.quantile(x.reshape(2**16, 2**15), 0.3, (0, 1)),
+    "top_k": lambda x: jaxkern.top_k(x, 3),
+    "top_p": lambda x: jaxkern.top_p(x, 0.5),
+    "sample": lambda x: jaxkern.sample(x, jax.random.key(0), top_k=3),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_positions_that_int32_cannot_hold_are_refused(name):
+    with pytest.raises(ValueError, match=rf"jaxkern.{name}: positions are int32, and \w+ of shape \(\d+"):
+        jax.eval_shape(LONG[name], jax.ShapeDtypeStruct((2**31,), "float32"))

@@ -29,7 +29,12 @@ def of(e) -> tuple[Search, bool] | None:
     if not is_named(e) or not compat_rewriting.is_inlinable(e) or len(e.invars) != 2 or len(e.outvars) != 1:
         return None
     array, queries = (v.aval for v in e.invars)
-    if array.ndim != 1 or array.dtype != queries.dtype or e.outvars[0].aval.shape != queries.shape or not array.size:
+    if (
+        array.ndim != 1
+        or array.dtype != queries.dtype
+        or e.outvars[0].aval.shape != queries.shape
+        or not 0 < array.size < 2**31
+    ):
         return None
     jaxpr, consts = called_jaxpr(e)
     equations = [] if consts else _equations(jaxpr)

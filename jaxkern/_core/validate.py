@@ -288,6 +288,15 @@ def split_like(x, aval):
     return x if same or aval.sharding.mesh.empty else jax.sharding.reshard(x, aval.sharding.spec)
 
 
+def positions(name: str, argument: str, shape, axes) -> None:
+    """Raises where positions along `axes`, merged if there are several, do not fit into int32, the type of indices."""
+    sizes = [shape[a] for a in axes]
+    if all(isinstance(n, int) for n in sizes) and math.prod(sizes) >= 2**31:
+        raise ValueError(
+            f"jaxkern.{name}: positions are int32, and {argument} of shape {tuple(shape)} has 2**31 or more of them"
+        )
+
+
 def mergeable(x, dims: int, first: int = 0):
     """Reshards `x` so that `dims` dimensions, beginning at `first`, can be reshaped to one.
 
