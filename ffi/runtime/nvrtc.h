@@ -61,6 +61,7 @@ class Nvrtc {
 
   CompilerConfig config_;
   std::string error_, version_;
+  int major_ = 0;
   std::vector<int> supported_;
 };
 

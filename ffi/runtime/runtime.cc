@@ -141,11 +141,17 @@ CompilePool& Pool() {
   return *pool;
 }
 
-// Starts to compile the kernels of a variant.
+// Starts to compile the kernels of a variant, those first that are likely to take longest: the ones with the most text.
+// NVRTC reads the sources of a process one after another and generates code side by side, so the last one should be short.
 void CompileAhead(const Variant& variant, int capability) {
+  std::vector<const KernelName*> kernels;
   for (const Step& step : variant.steps) {
-    if (step.memset_bytes < 0) Pool().Add(&KernelOf(step.kernel, capability));
+    if (step.memset_bytes < 0) kernels.push_back(&step.kernel);
   }
+  const auto size = [](const KernelName* kernel) { return kernel->name.size() + kernel->source.size(); };
+  std::stable_sort(kernels.begin(), kernels.end(),
+                   [&](const KernelName* a, const KernelName* b) { return size(a) > size(b); });
+  for (const KernelName* kernel : kernels) Pool().Add(&KernelOf(*kernel, capability));
 }
 
 // While it exists, this thread may load kernels though a stream is being captured in a CUDA graph.

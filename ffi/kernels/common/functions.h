@@ -14,10 +14,8 @@
 
 #if defined(__CUDACC__)
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "../elementwise/arithmetic.h"
+#include "half.h"
 
 #else
 

@@ -3,9 +3,7 @@
 // row is accessed.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "half.h"
 #include "std.h"
 
 namespace jaxkern {

@@ -28,10 +28,8 @@
 // for the reason).
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "../common/broadcast.h"
+#include "../common/half.h"
 #include "../common/pack.cuh"
 #include "../common/slots.h"
 #include "../common/std.h"

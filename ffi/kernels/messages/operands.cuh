@@ -15,12 +15,10 @@
 // wrong, leads out of bounds.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "../common/divider.h"
 #include "../common/extremes.h"
 #include "../common/functions.h"
+#include "../common/half.h"
 #include "../common/pack.cuh"
 #include "../common/reduce.cuh"
 #include "../common/std.h"
