@@ -25,7 +25,7 @@ from jaxkern._ops.linear_cross_entropy import plan as linear_plan
 from jaxkern._ops.linear_cross_entropy.primitive import Spec, linear_cross_entropy_p, linear_cross_entropy_sum_p
 from jaxkern._ops.linear_cross_entropy.reference import problem as linear_problem
 from jaxkern._ops.score import loss as scores
-from jaxkern.softmax import prepare_scores
+from jaxkern._ops.score.arguments import prepare_scores
 
 _OF_CLASSES = ": one-hot labels have theirs in labels.argmax(-1), and optax.softmax_cross_entropy takes probabilities"
 

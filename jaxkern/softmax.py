@@ -5,25 +5,16 @@ What they compute is in _definitions/softmax.py; a score function selects the pr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxkern._core import cpp, functor, validate
-from jaxkern._core.algorithms import forced
-from jaxkern._core.define import FLOAT_BYTES
-from jaxkern._core.dtypes import computing
-from jaxkern._core.primitive import bind
-from jaxkern._core.rows import computed, lowest_for_infinity
+from jaxkern._core import validate
 from jaxkern._core.validate import Axis
 from jaxkern._definitions import dropout
-from jaxkern._definitions.softmax import softmax as softmax_of_rows
-from jaxkern._ops.score import derivatives as score_derivatives  # noqa: F401  derivatives are registered
-from jaxkern._ops.score import primitive as score_primitive
+from jaxkern._definitions.softmax_calls import called
+from jaxkern._ops.score.arguments import given, scored
 
 
 def softmax(
@@ -137,9 +128,9 @@ def softmax(
     score functions after Dong et al., "Flex Attention", 2024.
     """
     wanted = None if dtype is None else validate.floating_dtype("softmax", "dtype", dtype)
-    if score is not None or _given(score_args):
+    if score is not None or given(score_args):
         others = {"scale": scale, "bias": bias, "causal": causal, "dropout_rate": dropout_rate}
-        y = _scored("softmax", x, axis, where, score, score_args, others)
+        y = scored("softmax", x, axis, where, score, score_args, others)
         return y if wanted is None else y.astype(wanted)
     name, causal = "softmax", validate.flag("softmax", "causal", causal)
     threshold = dropout.threshold(name, dropout_rate)
@@ -148,12 +139,7 @@ def softmax(
     if dropout_key is not None:
         validate.check_array(name, "dropout_key", "a key of jax.random", dropout_key, keys=True)
     key = dropout_key if threshold else None
-    return _called(name, x, axis, where, scale, bias, key, causal=causal, threshold=threshold, dtype=wanted)
-
-
-def replacement(x, where, scale: float, causal: bool, dtype) -> jax.Array:
-    """`softmax` of float rows in place of operations of a plain program, which is exported plain."""
-    return _called("softmax", x, -1, where, scale, None, None, causal=causal, dtype=jnp.dtype(dtype), replaces=True)
+    return called(name, x, axis, where, scale, bias, key, causal=causal, threshold=threshold, dtype=wanted)
 
 
 def log_softmax(
@@ -202,188 +188,6 @@ def log_softmax(
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    if score is not None or _given(score_args):
-        return _scored("log_softmax", x, axis, where, score, score_args, {"scale": scale, "bias": bias})
-    return _called("log_softmax", x, axis, where, scale, bias)
-
-
-def _called(name, x, axis, where, scale, bias, key=None, **flags):
-    # Checked here because an error of jit would not name the operation.
-    validate.check_array(name, "x", "an array or a number", x)
-    if where is not None:
-        validate.check_array(name, "where", "a boolean array", where)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
-        validate.check_array(name, "scale", "a real number or a scalar array", scale)
-    else:
-        scale = None if scale == 1 else float(scale)
-    if bias is not None:
-        validate.check_array(name, "bias", "an array of floating-point type", bias)
-    axis = validate.static_axis(name, axis)
-    return _along_axis(x, where, scale, bias, key, name=name, axis=axis, algorithm=forced(name), **flags)
-
-
-# ---- from arguments to operands
-
-
-# Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
-@functools.partial(
-    jax.jit, static_argnames=("name", "axis", "algorithm", "causal", "threshold", "dtype", "replaces"), inline=True
-)
-def _along_axis(
-    x, where, scale, bias, key, *, name, axis, algorithm, causal=False, threshold=0, dtype=None, replaces=False
-):
-    x = validate.floating(name, x)
-    wide = computed(x).dtype
-    parts = [
-        validate.full_rank(name, "bias", x, _bias(name, bias, x.dtype, wide)),
-        validate.full_rank_mask(name, x, where),
-    ]
-    scale = _scale(name, scale, wide)
-    axes = validate.sorted_axes(name, axis, x.shape)
-    if causal and (x.ndim < 2 or axes != [x.ndim - 1]):
-        raise ValueError(
-            f"jaxkern.{name}: causal needs axis to be the last of two or more dimensions, got axis {axis} "
-            f"for x of shape {x.shape}"
-        )
-    words = (None, None) if key is None else dropout.key_words(name, key)
-
-    narrower = dtype is not None and dtype.itemsize == 2 and x.dtype == jnp.float32
-    row_operation = functools.partial(
-        softmax_of_rows,
-        name=name,
-        numbers={"scale": scale, "key0": words[0], "key1": words[1]},
-        algorithm=algorithm,
-        causal=causal,
-        threshold=threshold,
-        dtype=dtype if narrower else x.dtype,
-        replaces=replaces,
-    )
-    if len(axes) == 1:
-        y = row_operation(x, *parts, axis=axes[0])
-    else:
-        y = validate.along_axes(row_operation, x, parts, axes)
-    return y if dtype is None else y.astype(dtype)
-
-
-def _bias(name, bias, dtype, wide):
-    if bias is None:
-        return None
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise TypeError(f"jaxkern.{name}: bias must be of floating-point type, got {bias.dtype}{list(bias.shape)}")
-    return bias if bias.dtype in (dtype, wide) else bias.astype(wide)
-
-
-def _scale(name, scale, wide):
-    if scale is None:
-        return None
-    scale = jnp.asarray(scale)  # still a Python number if jit is disabled
-    if scale.ndim:
-        raise ValueError(f"jaxkern.{name}: scale must be a scalar, got shape {scale.shape}")
-    if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
-        raise TypeError(f"jaxkern.{name}: scale must be a real number, got {scale.dtype}")
-    return scale.astype(wide)
-
-
-# ---- scores
-
-
-def _given(args) -> bool:
-    return not isinstance(args, (tuple, list)) or len(args) > 0
-
-
-def _scored(name: str, x, axis, where, score, args, others):
-    """The softmax of score(x). The function is traced here, so that the jitted function is not compiled again for it."""
-    neutral = {"scale": 1, "bias": None, "causal": False, "dropout_rate": 0}
-    for argument, value in others.items():
-        if value is not neutral[argument] and not (
-            isinstance(value, (bool, int, float)) and value == neutral[argument]
-        ):
-            hint = "" if argument == "dropout_rate" else f": write the {argument.replace('causal', 'mask')} in score"
-            raise TypeError(f"jaxkern.{name}: score does not combine with {argument}{hint}")
-    x, operands, static = prepare_scores(name, "x", x, axis, where, score, args)
-    return _softmax_of_scores(x, where, operands, name=name, algorithm=forced(name), **static)
-
-
-def prepare_scores(name: str, argument: str, x, axis, where, score, args):
-    """(x, operands, {axis, function, indexed}): the arguments of a softmax of score(x), called `argument` in errors."""
-    if score is None:
-        raise TypeError(f"jaxkern.{name}: score_args are the arguments of a score function, and score is None")
-    validate.function(name, "score", score, "a function of scalars")
-    validate.check_array(name, argument, "an array or a number", x)
-    if where is not None:
-        validate.check_array(name, "where", "a boolean array", where)
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(f"jaxkern.{name}: score_args must be a list or a tuple of arrays, got {type(args).__name__}")
-    for k, a in enumerate(args):
-        validate.check_array(name, f"score_args[{k}]", "an array or a number", a)
-    x, args = validate.floating(name, jnp.asarray(x), argument), [jnp.asarray(a) for a in args]
-    axes = validate.sorted_axes(name, validate.static_axis(name, axis), x.shape, argument)
-    if len(axes) != 1:
-        raise ValueError(
-            f"jaxkern.{name}: score needs axis to be one dimension, got {axis} for {argument} of shape {x.shape}"
-        )
-    for n in x.shape:
-        if isinstance(n, int) and n >= 1 << 31:
-            raise ValueError(
-                f"jaxkern.{name}: indices of score are int32, and {argument} of shape {x.shape} needs more"
-            )
-    for k, a in enumerate(args):
-        validate.full_rank(name, f"score_args[{k}]", x, a, argument)
-        cpp.check_dtype(f"jaxkern.{name}: score_args[{k}]", a.dtype)
-    function, captured = _traced(name, score, x, args)
-    used = sorted({0, *function.used})
-    indexed = tuple(k - 1 for k in used if 0 < k <= x.ndim)
-    operands = [*args, *captured]
-    operands = tuple(operands[k - 1 - x.ndim] for k in used if k > x.ndim)
-    return x, operands, {"axis": axes[0], "function": function.select(used), "indexed": indexed}
-
-
-def _traced(name, score, x, args):
-    """(the Function of an element, the indices, elements of `args` and captured scalars; the captured scalars)."""
-    label = getattr(score, "__name__", None) or type(score).__name__
-    label = "score" if label == "<lambda>" else f"score {label}"
-    scalars = f"an element of x, {x.ndim} indices and an element of each of {len(args)} score_args"
-    validate.check_call(name, "score", score, 1 + x.ndim + len(args), scalars)
-    dtype = x.dtype if x.dtype.name in FLOAT_BYTES else jnp.dtype(jnp.float32)
-    wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-    dtypes = [dtype, *[jnp.dtype(jnp.int32)] * x.ndim, *(a.dtype for a in args)]
-    weak = [False] * (1 + x.ndim) + [a.weak_type for a in args]
-    trace = functools.partial(functor.trace, dtypes=dtypes, name=name, weak=weak, results=1, label=label)
-    function, captured = trace(score)
-    if computing(function.out_dtypes[0]) == wide:
-        return function.with_results((wide,)), captured
-    function, captured = trace(lambda *scalars: jax.tree.map(_number(wide), score(*scalars)))
-    if function.out_dtypes[0] != wide:
-        raise TypeError(f"{function.label} must return a real number, and returns {function.out_dtypes[0]}")
-    return function, captured
-
-
-def _number(wide):
-    def convert(y):
-        y = jnp.asarray(y)
-        real = jnp.issubdtype(y.dtype, jnp.floating) or jnp.issubdtype(y.dtype, jnp.integer)
-        return y.astype(wide) if real else y
-
-    return convert
-
-
-@functools.partial(jax.jit, static_argnames=("name", "axis", "algorithm", "function", "indexed"), inline=True)
-def _softmax_of_scores(x, where, operands, *, name, axis, algorithm, function, indexed):
-    mask = validate.full_rank_mask(name, x, where)
-    parts = [validate.full_rank(name, "score_args", x, a) for a in operands]
-    dtype = x.dtype
-    y = bind(
-        score_primitive.softmax_score_p,
-        x.astype(function.in_dtypes[0]),
-        *parts,
-        mask,
-        None,
-        axis=axis,
-        algorithm=algorithm,
-        log=name == "log_softmax",
-        function=function,
-        indexed=indexed,
-        unscored=False,
-    )
-    return lowest_for_infinity(y, dtype) if name == "log_softmax" else y.astype(dtype)
+    if score is not None or given(score_args):
+        return scored("log_softmax", x, axis, where, score, score_args, {"scale": scale, "bias": bias})
+    return called("log_softmax", x, axis, where, scale, bias)

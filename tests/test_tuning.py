@@ -1,4 +1,5 @@
-"""Numbers that were tuned are named, in the file tuning.py of their family, and each says what it counts."""
+"""How modules are laid out: tuned numbers have names in the file tuning.py of their family, and what several modules use is in none that
+users import."""
 
 import ast
 import functools
@@ -48,3 +49,15 @@ def test_numbers_say_what_they_count(family):
         if isinstance(node, ast.Assign):
             own = "\n".join(lines[node.lineno : node.end_lineno + 1])
             assert "#" in own or lines[node.lineno - 1].startswith("#"), own
+
+
+def test_private_modules_import_no_helpers_of_public_ones():
+    """They may call public functions, as a user would."""
+    package = FOLDER.parent
+    helpers = []
+    for path in package.glob("_*/**/*.py"):
+        for node in ast.walk(parsed(path)):
+            module = getattr(node, "module", None)
+            if isinstance(node, ast.ImportFrom) and module and module.startswith("jaxkern.") and module[8] != "_":
+                helpers += [(path.name, a.name) for a in node.names if not hasattr(jaxkern, a.name)]
+    assert not helpers

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxkern._accelerate import gate
 from jaxkern._accelerate.arguments import decide, gated, is_plain
 from jaxkern._core import switch
-from jaxkern.softmax import replacement as softmax
+from jaxkern._definitions.softmax_calls import replacement as softmax
 
 NAME = "dot_product_attention"
 

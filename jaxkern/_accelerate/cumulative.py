@@ -15,7 +15,7 @@ from jaxkern._accelerate.arguments import decide, gated
 from jaxkern._core import algorithms, compat, compat_lowering, decisions, stablehlo, switch
 from jaxkern._core.define import CUDA_TYPES
 from jaxkern._definitions import cumulative
-from jaxkern.associative_scan import of_pytrees
+from jaxkern._definitions.associative_scan import of_pytrees
 
 
 def _decided(ctx, aval, axis) -> tuple[bool, str]:

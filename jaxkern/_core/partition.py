@@ -149,11 +149,6 @@ def _agreed(dims, splits, order, size, exact, whole, mesh_shape):
 # ---- split rows: each device reduces its part, then devices exchange a few numbers per row
 
 
-def row_sums(axis, over, *arrays):
-    """The row sums of several arrays, with one message between devices for all of them."""
-    return _summed([jnp.sum(x, axis, keepdims=True) for x in arrays], over)
-
-
 def row_exponentials(x, axis, over, weights=(), others=()):
     """(largest, sums): the largest element of each row of x, and sums over the row, with one message.
 

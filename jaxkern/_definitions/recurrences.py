@@ -11,7 +11,8 @@ from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._core.jaxprs import computing, held
-from jaxkern.scan import along_split_steps, linear_recurrence, loop
+from jaxkern._definitions.scan import along_split_steps, loop
+from jaxkern.scan import linear_recurrence
 
 
 def exponential_moving_average(

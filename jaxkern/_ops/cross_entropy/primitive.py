@@ -178,8 +178,3 @@ cross_entropy_jvp_p = _primitive(
 cross_entropy_both_p = _primitive(
     "cross_entropy_both", BOTH, reference.both, _both_of_part, "both", aliases=_overwritten
 )
-
-
-def probabilities_of_part(*operands, **params):
-    """The softmax of a part of rows from numbers of the whole rows; see sharding.py."""
-    return sharding.probabilities(cross_entropy_grad_p, *operands, **params)

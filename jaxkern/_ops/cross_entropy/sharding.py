@@ -104,16 +104,6 @@ def gradient(grad_p, over, logits, labels, largest, total, g, count=None, mask=N
     return bind(grad_p, *given, axis=axis, algorithm=algorithm, options=options)
 
 
-def probabilities(grad_p, x, largest, total, mask=None, *, axis):
-    """exp(x - largest) / total on the part, 0 where it is masked out or the total is 0: the gradient of logsumexp(x)."""
-    largest, total = (jnp.squeeze(a, axis) for a in (largest, total))
-    labels = jnp.where(total == 0, _NOTHING, _ELSEWHERE).astype(jnp.int32)
-    options = Options(ignore=_NOTHING, classes=x.shape[axis])
-    count = None if mask is None else jnp.zeros_like(total)  # read with label smoothing alone
-    given = x, labels, largest, total, jnp.ones_like(total), count, mask
-    return bind(grad_p, *given, axis=axis, algorithm="auto", options=options)
-
-
 def both(loss_p, grad_p, over, logits, labels, g, mask=None, **params):
     found = value, largest, total, *count = loss(loss_p, over, logits, labels, mask, **params)
     return [*found, gradient(grad_p, over, logits, labels, largest, total, g, *(count or [None]), mask, **params)]
