@@ -400,8 +400,8 @@ def moe_route(logits: ArrayLike, k: int, capacity: int | None = None, *, renorma
 
     Returns:
         (weights, experts, slots, counts), a NamedTuple:
-        `weights`, (tokens, k), of the type of `logits` if that is floating-point: softmax(logits) of the experts; as there, NaN for
-        a token with a logit of +inf.
+        `weights`, (tokens, k), of the type of `logits` if that is floating-point: `jaxkern.softmax` of the experts; as there, NaN
+        for a token with a logit of +inf, and 0 for one whose logits are all -inf.
         `experts`, int32 (tokens, k), most probable first.
         `slots`, int32 (tokens, k). With a capacity expert * capacity + n for the n-th token of the expert, in the order of
         tokens, and -1 for tokens that are too many: experts * capacity slots. Without one the tokens of expert 0 have the

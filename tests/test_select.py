@@ -123,7 +123,7 @@ def test_route_kernels(n):
     """Weights against NumPy, with ties among the logits; experts, slots and counts against a loop."""
     (shape, dtype, k, capacity, renormalize, unaligned), made = ROUTES[n], plans()[len(KERNELS) + n]
     x = np.round(np.random.default_rng(n).normal(size=shape), 1).astype(jnp.dtype(dtype))
-    x[3, 2], x[5, :3] = np.inf, -np.inf
+    x[3, 2], x[5, :3], x[7] = np.inf, -np.inf, -np.inf
     check_limits(made, device.H200)
     results = [((shape[0], k), x.dtype), *[((shape[0], k), np.int32)] * 2, ((shape[1],), np.int32)]
     found = emulated.run(made, [x], results, unaligned)
@@ -133,13 +133,14 @@ def test_route_kernels(n):
 
 
 def plain_route(logits, k, capacity, renormalize):
-    """By loops, in float64. With a logit of +inf all weights are NaN."""
+    """By loops, in float64. With a logit of +inf all weights are NaN, and 0 if all logits are -inf."""
     wide, at = logits.astype(np.float64), wanted(logits, k)[1]
+    empty = wide.max(1, keepdims=True) == -np.inf
     with np.errstate(invalid="ignore"):
         p = np.exp(wide - wide.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
-    weights = np.take_along_axis(p, at, 1)
-    weights = weights / weights.sum(1, keepdims=True) if renormalize else weights
+        p /= p.sum(1, keepdims=True)
+        weights = np.take_along_axis(p, at, 1)
+        weights = np.where(empty, 0, weights / weights.sum(1, keepdims=True) if renormalize else weights)
     counts = np.bincount(at.ravel(), minlength=logits.shape[1])
     first, seen, slots = np.cumsum(counts) - counts, np.zeros(len(counts), int), np.empty(at.size, int)
     for i, e in enumerate(at.ravel()):
@@ -308,7 +309,7 @@ def test_routes(capacity, renormalize):
     """The slots carry tokens to their experts and back. A batch of routers, and the derivative."""
     tokens, experts, k = 37, 5, 2
     logits = jnp.asarray(np.random.default_rng(5).normal(size=(tokens, experts)), jnp.float32)
-    special = logits.at[1, 2].set(jnp.inf).at[2, :4].set(-jnp.inf)
+    special = logits.at[1, 2].set(jnp.inf).at[2, :4].set(-jnp.inf).at[3].set(-jnp.inf)
     exact = plain_route(np.asarray(special), k, capacity, renormalize)
     np.testing.assert_allclose(jaxkern.moe_route(special, k, capacity, renormalize=renormalize)[0], exact[0], rtol=1e-5)
     weights, chosen, slots, counts = jaxkern.moe_route(logits, k, capacity, renormalize=renormalize)
@@ -332,7 +333,9 @@ def test_routes(capacity, renormalize):
         w = jax.lax.top_k(jax.nn.softmax(logits), k)[0]
         return jnp.sum(jnp.sin(w / w.sum(1, keepdims=True) if renormalize else w))
 
-    np.testing.assert_allclose(*jax.jit(lambda x: (jax.grad(loss)(x), jax.grad(plain)(x)))(logits), atol=1e-6)
+    found, exact = jax.jit(lambda x: (jax.grad(loss)(x), jax.grad(plain)(x)))(logits)
+    np.testing.assert_allclose(found, exact, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(loss)(special)[2:4], jnp.zeros((2, experts)), atol=1e-6)
 
 
 # ---- bad input

@@ -8,6 +8,7 @@
 // are written once, and slots three times.
 #pragma once
 
+#include "common/exponential.cuh"
 #include "common/reduce.cuh"
 #include "top_k.cuh"
 
@@ -83,7 +84,8 @@ template <class T, int kVector, int kPacks> __global__ void __launch_bounds__(kR
     if (lane < a.k) {
       const int64_t at = static_cast<int64_t>(token) * a.k + lane;
       const uint32_t expert = ColumnOf(kept);
-      static_cast<T*>(a.weights)[at] = FromCompute<T>(mass / sum);
+      // As in softmax, the weights of a token without a logit above -inf are 0.
+      static_cast<T*>(a.weights)[at] = FromCompute<T>(largest == -Infinity<float>() ? 0 : mass / sum);
       a.experts[at] = expert;
       a.slots[at] = own[expert]++;  // the experts of a token differ
     }

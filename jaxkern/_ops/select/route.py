@@ -65,14 +65,16 @@ def plan(device, operands, results, *, k, capacity, renormalize) -> launch.Plan 
 
 
 def weights_of(logits, experts, renormalize):
-    """The weights of experts that are chosen already."""
+    """The weights of experts that are chosen already; 0 for tokens whose logits are -inf, as in `jaxkern.softmax`."""
     wide = logits.astype(computing(logits.dtype))
     values = taken_along(wide, experts, 1)
+    empty = values[:, :1] == -jnp.inf
     if renormalize:
-        return jax.nn.softmax(values, -1).astype(logits.dtype)
+        return jnp.where(empty, 0, jax.nn.softmax(jnp.where(empty, 0, values), -1)).astype(logits.dtype)
     total = logsumexp(wide, axis=-1, keepdims=True)
     # As in softmax, infinity less itself is NaN, and so are all weights beside it.
-    return jnp.exp(values - jnp.where(total == jnp.inf, jnp.nan, total)).astype(logits.dtype)
+    total = jnp.where(total == jnp.inf, jnp.nan, jnp.where(empty, 0, total))
+    return jnp.exp(values - total).astype(logits.dtype)
 
 
 def placed(own, experts, counts, capacity):
