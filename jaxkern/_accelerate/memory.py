@@ -115,7 +115,9 @@ class Room:
 
 def note(module, jaxpr) -> None:
     """Notes the program of a module: the first jaxpr of it that is lowered."""
-    compat_lowering.of_module(module).setdefault("room", Room(jaxpr))
+    known = compat_lowering.of_module(module)
+    if "room" not in known:
+        known["room"] = Room(jaxpr)
 
 
 def room(module) -> Room:

@@ -12,7 +12,8 @@ _hooked: list = []
 
 def rewrite(module, jaxpr):
     """The jaxpr that JAX lowers in place of `jaxpr`. module: the context of the module that is being lowered."""
-    memory.note(module, jaxpr)
+    if switch.current() is not None:
+        memory.note(module, jaxpr)
     return selections.rewrite(module, rows.rewrite(module, jaxpr))
 
 
