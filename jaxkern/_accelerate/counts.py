@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxkern._accelerate import layout as layouts
 from jaxkern._accelerate.calls import Counted
-from jaxkern._accelerate.regions import is_variable
+from jaxkern._accelerate.equations import is_variable
 
 NAMES = ("scatter-add", "scatter_add")
 # Sums of ones that a floating-point type holds exactly.

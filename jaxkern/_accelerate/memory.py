@@ -12,7 +12,7 @@ import itertools
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxkern._accelerate.regions import FUSED, bytes_of, is_variable, variables
+from jaxkern._accelerate.equations import FUSED, bytes_of, is_variable, variables
 from jaxkern._core import compat_lowering
 
 LARGER = 1.02  # memory of a program with kernels over the plain program's, at most

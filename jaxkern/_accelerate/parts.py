@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxkern._accelerate.calls import Gathered, Sliced, call_p
-from jaxkern._accelerate.regions import is_variable, variables
+from jaxkern._accelerate.equations import is_variable, variables
 from jaxkern._accelerate.searches import is_named
 from jaxkern._core import compat_rewriting, validate
 from jaxkern._core.cpp import ELEMENTWISE

@@ -15,48 +15,24 @@ import collections
 import dataclasses
 import math
 
-import jax.numpy as jnp
-from jax.extend.core import Literal
-
+from jaxkern._accelerate.copies import Copies
+from jaxkern._accelerate.equations import (
+    CHEAP,
+    DTYPES,
+    PICKS,
+    REDUCING,
+    RENAMING,
+    SAME,
+    is_renamed,
+    is_variable,
+    size_of,
+    variables,
+)
 from jaxkern._core import compat_rewriting
 from jaxkern._core.cpp import ELEMENTWISE
-from jaxkern._core.define import CUDA_TYPES
 
-REDUCING = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
-SAME = frozenset("copy copy_p stop_gradient name pvary pcast".split())
-RENAMING = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
-COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
-CHEAP = ELEMENTWISE | SAME | RENAMING | {"iota"}  # equations that are computed again rather than stored
-# Equations that XLA fuses with those that read their results, or whose operands they make.
-FUSED = (
-    CHEAP
-    | REDUCING
-    | set("transpose slice pad gather concatenate dynamic_slice dynamic_update_slice rev random_bits".split())
-)
-PICKS = frozenset({"gather", "scatter-add", "scatter_add"})
-DTYPES = frozenset(map(jnp.dtype, CUDA_TYPES))
 MOST_EQUATIONS = 256  # of a region
 MOST_ROWS = 8  # arrays of its shape that a region reads
-MOST_COPIED = 24  # equations that compute a value again
-
-
-def is_variable(v) -> bool:
-    return not isinstance(v, Literal)
-
-
-def variables(e) -> list:
-    return [v for v in e.invars if is_variable(v)]
-
-
-def size_of(v) -> int:
-    return math.prod(v.aval.shape)
-
-
-def bytes_of(v) -> int:
-    shape, dtype = getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)  # tokens have neither
-    if shape is None or dtype is None or set(map(type, shape)) - {int}:
-        return 0
-    return math.prod(shape) * dtype.itemsize
 
 
 @dataclasses.dataclass(eq=False)
@@ -337,12 +313,6 @@ class _Search:
                     self.above[k] |= added
 
 
-def is_renamed(shape, out) -> bool:
-    """Whether two shapes differ by dimensions of one element alone."""
-    real = lambda s: [n for n in s if n != 1]
-    return real(shape) == real(out)
-
-
 def find(equations, results, least):
     """(equations, regions) of a jaxpr: its equations, with copies of some, and regions in the order in which they begin.
 
@@ -371,115 +341,3 @@ def find(equations, results, least):
     for region in regions:
         copies.complete(region)
     return equations, regions
-
-
-# ---- values that are computed again
-
-
-class Copies:
-    """Decides which values a reader computes again from others.
-
-    A value is read from memory, or computed again from values that are, whichever moves fewer bytes: reading an array that is
-    in memory anyway moves it once, one that is stored for the reader twice.
-    """
-
-    def __init__(self, equations, results, regions):
-        self.place = {v: (i, e) for i, e in enumerate(equations) for v in e.outvars}
-        self.owner = {v: region for region in regions for v in region.made}
-        # Values that are in memory whatever regions and equations that XLA fuses read.
-        self.stored = set(filter(is_variable, results))
-        for e in equations:
-            if e.primitive.name not in FUSED:
-                self.stored.update(variables(e))
-        # A value that is compared with another may have to equal it, to the last bit: with the largest of a row, say.
-        self.compared = set()
-        for e in equations:
-            floats = [
-                v for v in variables(e) if e.primitive.name in COMPARISONS and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            ]
-            self.compared.update(floats if len(floats) > 1 else ())
-
-    def again(self, v, region=None):
-        """(what is read for v, the equations that compute v from it). region: the reader, or None for another equation."""
-        memo: dict = {}
-
-        def of(x, depth):
-            if x not in memo:
-                memo[x] = self._best(x, region, of, depth)
-            return memo[x]
-
-        leaves, copied = of(v, 0)
-        return leaves, [self.place[x][1] for x in sorted(copied, key=lambda x: self.place[x][0])]
-
-    def _best(self, x, region, of, depth):
-        """(leaves, copied): leaves as a set of values, copied as a set of results of equations."""
-        stays = frozenset([x]), frozenset()
-        if x not in self.place or depth > MOST_COPIED or (region is not None and x in region.made):
-            return stays
-        e = self.place[x][1]
-        if not self._is_copied(x, e, region):
-            return stays
-        parts = [of(v, depth + 1) for v in variables(e)]
-        leaves = frozenset().union(*(p[0] for p in parts))
-        copied = frozenset([x]).union(*(p[1] for p in parts))
-        fits = len(copied) <= MOST_COPIED and sum(map(self._moved, leaves)) < self._moved(x)
-        return (leaves, copied) if fits else stays
-
-    def _moved(self, x) -> int:
-        exists = (
-            x in self.stored
-            or x not in self.place
-            or (x not in self.owner and self.place[x][1].primitive.name not in FUSED)
-        )
-        return bytes_of(x) * (1 if exists else 2)
-
-    def _is_copied(self, x, e, region) -> bool:
-        name, owner = e.primitive.name, self.owner.get(x)
-        if (
-            x in self.compared
-            or name not in CHEAP
-            or len(e.outvars) != 1
-            or e.effects
-            or not compat_rewriting.runs_anywhere(e)
-        ):
-            return False
-        if not all(getattr(v.aval, "dtype", None) in DTYPES for v in (*e.invars, *e.outvars)):
-            return False
-        if owner is not None:  # rows of another region; their numbers are small
-            return owner.is_row(x) and (region is None or owner.shape == region.shape)
-        if region is None or region.is_row(x):
-            return False
-        renames = name not in ("reshape", "squeeze", "expand_dims") or is_renamed(e.invars[0].aval.shape, x.aval.shape)
-        return renames and 2 * size_of(x) <= math.prod(region.shape)
-
-    def complete(self, region):
-        """Adds the equations that the region computes again."""
-        have = {id(e) for e in region.equations}
-        reads = dict.fromkeys(v for e in region.equations for v in variables(e) if v not in region.made)
-        for v in sorted(reads, key=bytes_of, reverse=True):
-            leaves, copied = self.again(v, region)
-            self.stored.update(leaves)
-            for e in copied:
-                if id(e) not in have:
-                    have.add(id(e))
-                    region.equations.append(e)
-        region.equations.sort(key=lambda e: self.place[e.outvars[0]][0])
-
-    def beside(self, equations) -> list:
-        """The equations with copies of what those outside of regions compute again, in front of them."""
-        found = []
-        for e in equations:
-            outside = e.primitive.name in FUSED and not any(v in self.owner for v in e.outvars)
-            own: dict = {}
-            for v in variables(e) if outside else ():
-                if v in self.owner and self.owner[v].is_row(v):
-                    leaves, copied = self.again(v)
-                    self.stored.update(leaves)
-                    for c in copied:
-                        (out,) = c.outvars
-                        if out not in own:
-                            operands = [own.get(x, x) if is_variable(x) else x for x in c.invars]
-                            own[out] = compat_rewriting.new_variable(out.aval)
-                            found.append(c.replace(invars=operands, outvars=[own[out]]))
-            found.append(e.replace(invars=[own.get(x, x) if is_variable(x) else x for x in e.invars]) if own else e)
-        return found

@@ -15,8 +15,8 @@ import jax
 from jax.extend.core import Literal
 
 from jaxkern._accelerate import cost, memory, regions, tune
+from jaxkern._accelerate.equations import FUSED, REDUCING, bytes_of, is_variable, variables
 from jaxkern._accelerate.functions import MARKS
-from jaxkern._accelerate.regions import FUSED, bytes_of, is_variable, variables
 from jaxkern._core import (
     algorithms,
     compat,
@@ -107,7 +107,7 @@ def _reduces(least, jaxpr) -> bool:
     """Whether a jaxpr, or a call in it that is inlined, reduces an array of so many elements along one axis."""
     for e in jaxpr.eqns:
         name = e.primitive.name
-        if name in regions.REDUCING:
+        if name in REDUCING:
             if regions.reduces_rows(e, least):
                 return True
         elif name in CALLS or name in CUSTOM or e.primitive in MARKS:

@@ -9,7 +9,7 @@ shows in the comparison, or in the order of what is sorted.
 import math
 
 from jaxkern._accelerate.calls import Search
-from jaxkern._accelerate.regions import is_variable
+from jaxkern._accelerate.equations import is_variable
 from jaxkern._core import compat_rewriting
 from jaxkern._core.jaxprs import CALLS, called_jaxpr
 

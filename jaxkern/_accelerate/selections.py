@@ -17,7 +17,7 @@ import math
 from jaxkern._accelerate import counts, parts, searches
 from jaxkern._accelerate import selection_gate as gate
 from jaxkern._accelerate.calls import FLIPPED, INDICES, VALUES, Result, Selected, Sorted, call_p
-from jaxkern._accelerate.regions import bytes_of, is_variable
+from jaxkern._accelerate.equations import bytes_of, is_variable
 from jaxkern._core import algorithms, compat, compat_lowering, compat_rewriting, decisions, environment, switch
 from jaxkern._core.jaxprs import CALLS
 

@@ -3,6 +3,8 @@
 import math
 import typing
 
+import jax.numpy as jnp
+
 from jaxkern._core.cpp import cpp_type
 from jaxkern._core.define import ceil_div
 from jaxkern._core.jaxprs import computing
@@ -197,3 +199,23 @@ def merged_places(dims, lanes) -> list:
         if d in dims:
             strides[d], stride = stride, stride * d.size
     return merged((d.size, strides.get(d, 0)) for d in reversed(lanes))
+
+
+def owned(nest) -> str | None:
+    """The index of a nest whose elements a thread owns."""
+    if nest.over and not nest.out:
+        return "r0"
+    return "o0" if len(nest.out) == 1 else None
+
+
+def neutral(kind, type_, dtype) -> str:
+    """What changes nothing in a reduction."""
+    if kind in ("max", "min") and jnp.issubdtype(dtype, jnp.floating):
+        return f"{'-' if kind == 'max' else ''}lax::infinity<{type_}>()"
+    if kind in ("max", "min"):
+        if type_ == "bool":
+            return "false" if kind == "max" else "true"
+        return f"lax::k{'Lowest' if kind == 'max' else 'Highest'}<{type_}>"
+    if kind == "and":
+        return "true" if type_ == "bool" else f"{type_}(~{type_}(0))"
+    return f"{type_}({int(kind == 'mul')})"

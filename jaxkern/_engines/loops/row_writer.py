@@ -3,12 +3,11 @@
 import math
 import textwrap
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkern._core.cpp import cpp_type
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.loops.row_pieces import Pieces, merged_places, padded_count
+from jaxkern._engines.loops.row_pieces import Pieces, merged_places, neutral, owned, padded_count
 
 _FUNCTIONS = {"add": "add", "mul": "mul", "max": "max", "min": "min", "and": "and_", "or": "or_", "xor": "xor_"}
 
@@ -446,23 +445,3 @@ class Writer(Pieces):
             else:
                 loop = [f"if (t == 0) *q = Rounded<{type_}>(v{n});"]
             out += [*(f"  {x}" for x in loop), "}"]
-
-
-def owned(nest) -> str | None:
-    """The index of a nest whose elements a thread owns."""
-    if nest.over and not nest.out:
-        return "r0"
-    return "o0" if len(nest.out) == 1 else None
-
-
-def neutral(kind, type_, dtype) -> str:
-    """What changes nothing in a reduction."""
-    if kind in ("max", "min") and jnp.issubdtype(dtype, jnp.floating):
-        return f"{'-' if kind == 'max' else ''}lax::infinity<{type_}>()"
-    if kind in ("max", "min"):
-        if type_ == "bool":
-            return "false" if kind == "max" else "true"
-        return f"lax::k{'Lowest' if kind == 'max' else 'Highest'}<{type_}>"
-    if kind == "and":
-        return "true" if type_ == "bool" else f"{type_}(~{type_}(0))"
-    return f"{type_}({int(kind == 'mul')})"

@@ -1,0 +1,48 @@
+"""Kinds of equations of a jaxpr, and their variables, as the passes over programs see them."""
+
+import math
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxkern._core.cpp import ELEMENTWISE
+from jaxkern._core.define import CUDA_TYPES
+
+REDUCING = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
+SAME = frozenset("copy copy_p stop_gradient name pvary pcast".split())
+RENAMING = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
+COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+CHEAP = ELEMENTWISE | SAME | RENAMING | {"iota"}  # equations that are computed again rather than stored
+# Equations that XLA fuses with those that read their results, or whose operands they make.
+FUSED = (
+    CHEAP
+    | REDUCING
+    | set("transpose slice pad gather concatenate dynamic_slice dynamic_update_slice rev random_bits".split())
+)
+PICKS = frozenset({"gather", "scatter-add", "scatter_add"})
+DTYPES = frozenset(map(jnp.dtype, CUDA_TYPES))
+
+
+def is_variable(v) -> bool:
+    return not isinstance(v, Literal)
+
+
+def variables(e) -> list:
+    return [v for v in e.invars if is_variable(v)]
+
+
+def size_of(v) -> int:
+    return math.prod(v.aval.shape)
+
+
+def bytes_of(v) -> int:
+    shape, dtype = getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)  # tokens have neither
+    if shape is None or dtype is None or set(map(type, shape)) - {int}:
+        return 0
+    return math.prod(shape) * dtype.itemsize
+
+
+def is_renamed(shape, out) -> bool:
+    """Whether two shapes differ by dimensions of one element alone."""
+    real = lambda s: [n for n in s if n != 1]
+    return real(shape) == real(out)
