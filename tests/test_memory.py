@@ -57,7 +57,7 @@ def hash_grid(computed, tables, x, places):
 @pytest.mark.parametrize(
     "points, computed, taken", [(1 << 19, True, False), (1 << 19, False, True), (1 << 17, True, True)]
 )
-def test_sums_are_left_where_they_store_what_xla_computes(points, computed, taken):
+def test_sums_are_left_where_they_store_what_xla_computes(points, computed, taken, measured_jaxlib):
     """Unless the program is small, where memory is not at stake."""
     tables = [jax.ShapeDtypeStruct((1 << 16, 2), jnp.float32)] * 4
     x, places = jax.ShapeDtypeStruct((points, 3), jnp.float32), [jax.ShapeDtypeStruct((points, 8), jnp.int32)] * 4
