@@ -13,7 +13,7 @@ def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int 
 
     Args:
         fn: an associative function of two pytrees like `elems`, fn(earlier, later), that returns a third. It is elementwise,
-            as the body of `scan` is. Arrays that it closes over broadcast against those of one step; they become operands.
+            as the body of `scan` is. Arrays that it closes over become operands and broadcast against the arrays of one step.
         elems: a pytree of arrays with the same size along `axis` that broadcast against each other along other axes.
             Numbers of 16 bits are combined in float32 and rounded where they are stored.
         reverse: scans from the last element to the first; fn is then called as fn(later, earlier).

@@ -39,8 +39,8 @@ def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) ->
         ValueError: in a call, if f returns arrays, or nothing, or shapes do not broadcast.
 
     Derivatives: forward and reverse mode, of any order, by all operands and closed-over scalars. One kernel computes all
-    gradients, and sums those of operands that were broadcast in float32 or wider, in the same order in every run, if the
-    broadcast dimensions lead or trail.
+    gradients. If broadcast dimensions lead or trail, it also sums the gradients of the operands that were broadcast, in
+    float32 or wider, and in the same order in every run.
 
     Cost: each operand is read once, in place, and each result is written once. The gradient reads the operands that it
     needs and the cotangents, and writes the gradients. XLA runs functions of more than about 2000 operations (40 of `sin`,

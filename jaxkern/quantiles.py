@@ -29,8 +29,8 @@ def quantile(
         x: array of real numbers; integers are promoted to floating-point. A row with NaN has the quantile NaN.
         q: a number in [0, 1], or an array of any shape of such numbers.
         axis: an int, a tuple of ints, or None (the default) for all axes. Any but the last axis costs a transpose.
-        method: "linear" as above; otherwise of the two elements "lower", "higher", their mean "midpoint", or the one that
-            is "nearest" (of equally near ones the one at an even position).
+        method: "linear" as above, or which value to take instead: the "lower" or "higher" of the two elements, their mean
+            ("midpoint"), or the "nearest" one (if both are equally near, the one at an even position).
         keepdims: whether the result keeps the axes, with size 1.
 
     Returns:

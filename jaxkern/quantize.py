@@ -185,8 +185,8 @@ def quantize_tensor(
     Derivatives: none, as for `quantize_rows`.
 
     Cost: with a scale that is known already, such as the scale of a `DelayedScale`, one kernel reads n e bytes, for n
-    elements of e bytes, and writes n; otherwise a pass before it finds the maximum and reads n e bytes more. `transposed`
-    writes n bytes more.
+    elements of e bytes, and writes n bytes. Without one, a pass before it finds the maximum and reads n e bytes more.
+    `transposed` writes n bytes more.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> q, scale, amax = jaxkern.quantize_tensor(jnp.array([[1.0, -3.0], [0.5, 0.0]]), jnp.int8, scale=0.25)

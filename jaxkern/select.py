@@ -403,9 +403,9 @@ def moe_route(logits: ArrayLike, k: int, capacity: int | None = None, *, renorma
         `weights`, (tokens, k), of the type of `logits` if that is floating-point: `jaxkern.softmax` of the experts; as there, NaN
         for a token with a logit of +inf, and 0 for one whose logits are all -inf.
         `experts`, int32 (tokens, k), most probable first.
-        `slots`, int32 (tokens, k). With a capacity expert * capacity + n for the n-th token of the expert, in the order of
-        tokens, and -1 for tokens that are too many: experts * capacity slots. Without one the tokens of expert 0 have the
-        first slots, those of expert 1 the next ones, and so on: tokens * k slots.
+        `slots`, int32 (tokens, k). With a capacity there are experts * capacity slots: the n-th token of an expert, in the
+        order of tokens, has slot expert * capacity + n, and -1 if the expert is full. Without one there are tokens * k
+        slots: the first ones belong to the tokens of expert 0, the next ones to the tokens of expert 1, and so on.
         `counts`, int32 (experts,): how many tokens chose each expert.
 
     Raises:
@@ -415,7 +415,8 @@ def moe_route(logits: ArrayLike, k: int, capacity: int | None = None, *, renorma
     Derivatives: forward and reverse mode, of any order, of `weights` by `logits`.
 
     Cost: the logits are read once, in two launches of kernels, for types of 32 bits and fewer, `k` to 16 and 512 experts.
-    Otherwise, and under `vmap`, `top_k` selects the experts, and those of all tokens, 4 bytes each, are sorted for the slots.
+    In other cases, and under `vmap`, `top_k` selects the experts, and a sort of the choices of all tokens (4 bytes each)
+    gives the slots.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3], [0.5, 0.25, 0.25], [0.2, 0.6, 0.2]]))

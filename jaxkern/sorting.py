@@ -37,9 +37,10 @@ def sort(x: ArrayLike, axis: int | None = -1, *, descending: bool = False) -> ja
 
     Derivatives: forward and reverse mode, of any order, by `x`. Tangents are gathered in the sorted order.
 
-    Cost: for n elements of e bytes, 2 n e bytes move if a block holds a row, of 8192 elements, or 4096 of 8 bytes; otherwise
-    n e bytes once and 2 n e for each byte of an element. Of up to 1000 rows, those that have one number everywhere but in up to 4096
-    places, as logits that are -inf but for the largest, cost 2 n e bytes, too, with elements of 2 or 4 bytes.
+    Cost: for n elements of e bytes, 2 n e bytes move if a block holds a row: up to 8192 elements, or 4096 of 8 bytes. For
+    longer rows, n e bytes move once, and 2 n e for each byte of an element. Rows of 2- or 4-byte elements that hold one
+    number everywhere but in up to 4096 places, such as logits that are -inf except for the largest, cost 2 n e bytes as well,
+    if there are at most 1000 rows.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.sort(jnp.array([[3, 1, 2], [4, 6, 5]]), descending=True).tolist()
@@ -67,8 +68,8 @@ def argsort(x: ArrayLike, axis: int | None = -1, *, descending: bool = False) ->
 
     Derivatives: none.
 
-    Cost: for n elements of e bytes, n (e + 4) bytes move if a block holds a row; otherwise n e bytes once and 2 n (e + 4) for
-    each byte of an element.
+    Cost: for n elements of e bytes, n (e + 4) bytes move if a block holds a row. For longer rows, n e bytes move once, and
+    2 n (e + 4) for each byte of an element.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.argsort(jnp.array([2.0, 1.0, 2.0, 0.0])).tolist()
@@ -99,8 +100,8 @@ def sort_pairs(
 
     Derivatives: forward and reverse mode, of any order, by `keys` and `values`.
 
-    Cost: that of `sort`, and values are read and written once, if a block holds a row. For longer rows one array of values of 4
-    bytes moves with the keys, as indices do for `argsort`. XLA gathers other values, and those of several arrays.
+    Cost: the bytes of `sort`; if a block holds a row, values are also read and written once. For longer rows, one array of
+    4-byte values moves with the keys, as indices do for `argsort`. XLA gathers values of other sizes, and several arrays.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> keys, values = jaxkern.sort_pairs(jnp.array([3, 1, 2]), {"a": jnp.array([30.0, 10.0, 20.0])})

@@ -108,7 +108,7 @@ def source(f: Callable) -> Callable[..., Source]:
     """A function of the arguments of `f` that returns the kernels of jaxkern that `jax.jit(f)` would run on a GPU.
 
     It runs nothing, and needs no GPU. Plans are made and kernels are compiled for the GPU of this machine, or for an H200 if
-    there is none. In a block of `jaxkern.accelerate` or `jaxkern.algorithms.force`, it returns the kernels of that block.
+    the machine has none. In a block of `jaxkern.accelerate` or `jaxkern.algorithms.force`, it returns the kernels of that block.
 
     Args:
         f: a function that uses jaxkern: row functions, elementwise functions, messages, scores, or any other operation.
