@@ -32,17 +32,17 @@ def scan(
     The body f is elementwise over lanes, the elements of the carry, or it reduces along rows.
 
     Args:
-        f: the body, (carry, x) -> (carry, y), on pytrees of arrays or None, as for `jax.lax.scan`. Between arrays that depend
-            on the carry it is elementwise, without indexing by arrays, or it reduces along rows, dimensions of at most 4096
-            elements: by sums, maxima and the like, argmax, and products of at most 2^25 multiplications in a step. Arrays
-            broadcast against each other, so a carry may be a scalar counter, and a weight that f closes over may be one
-            number for each feature. Dimensions of at most 16 elements may be sliced, concatenated, stacked and reduced: the
-            columns of a state, and matrices of at most 36 elements that act on it, such as probabilities of transitions, in
-            sums of products. Longer ones may be cut into at most 16 pieces of one size, and joined: the gates of a recurrent
-            unit. The body may have branches (`jax.lax.cond`), loops of few steps and fixed count, and keys of
-            `jax.random`, which it may split. Numbers are complex, float16, bfloat16, float32, float64, boolean, or integers
-            of 8 to 64 bits; convert others, such as float8 and int4, before the loop. 16-bit numbers are computed in
-            float32 and rounded where they are stored; a carry is rounded in every step.
+        f: the body, (carry, x) -> (carry, y), on pytrees of arrays or None, as for `jax.lax.scan`. Between arrays that
+            depend on the carry it is elementwise, or it reduces along rows, dimensions of at most 4096 elements: by sums,
+            maxima and the like, argmax, and products of at most 2^25 multiplications in a step. Arrays broadcast against
+            each other, so a carry may be a scalar counter, and a weight that f closes over may be one number for each
+            feature. Dimensions of at most 16 elements may be sliced, concatenated, stacked and reduced: the columns of a
+            state, and matrices of at most 36 elements that act on it, such as probabilities of transitions, in sums of
+            products. Longer ones may be cut into at most 16 pieces of one size, and joined: the gates of a recurrent unit.
+            An index may choose one of at most 64 elements. The body may have branches (`jax.lax.cond`), loops of few steps
+            and fixed count, and keys of `jax.random`, which it may split. Numbers are complex, float16, bfloat16, float32,
+            float64, boolean, or integers of 8 to 64 bits; convert others, such as float8 and int4, before the loop. 16-bit
+            numbers are computed in float32 and rounded where they are stored; a carry is rounded in every step.
         init: the first carry, a pytree of arrays or numbers.
         xs: a pytree of arrays that are scanned along their first axis, or None.
         length: the number of steps; needed if xs has no arrays.

@@ -315,6 +315,27 @@ def pieces(shape, length, dtype, seed=0):
     return run, operands
 
 
+def indexed(shape, length, dtype, seed=0):
+    """Elements of a small state, and of a table, that an index chooses, reads and writes of a ring, an update at a known index."""
+    rng = np.random.default_rng(seed)
+
+    def run(scan, s, table, k):
+        def body(carry, k):
+            s, n = carry
+            chosen = jnp.take_along_axis(s, k[..., None], -1, mode="fill", fill_value=2)[..., 0]
+            s = (0.9 * s).at[..., 0].set(chosen * table.at[k].get(mode="clip"))
+            s = s.at[..., n % 5].set(s[..., (n + 2) % 5] + jax.lax.dynamic_index_in_dim(table, n % 7, 0, False))
+            return (0.5 * s.at[..., -1].add(chosen), n + 1), (chosen, s[..., 1])
+
+        return scan(body, (s, jnp.int32(0)), k)
+
+    return run, [
+        _real(rng, dtype, *shape, 5),
+        _real(rng, dtype, 7),
+        rng.integers(0, 5, (length, *shape)).astype(np.int32),
+    ]
+
+
 FUNCTIONS = {
     f.__name__: (f, differentiable)
     for f, differentiable in (
@@ -335,5 +356,6 @@ FUNCTIONS = {
         (hidden, True),
         (spreading, True),
         (pieces, True),
+        (indexed, True),
     )
 }

@@ -101,6 +101,7 @@ CASES = [
     ("oscillators", (40,), 600, "float32", True, "columns"),
     ("spreading", (20, 40), 6, "float32", True, "lanes"),
     ("pieces", (3, 20), 4, "float32", True, "lanes"),
+    ("indexed", (3, 7), 5, "float32", True, "lane"),
 ]
 
 

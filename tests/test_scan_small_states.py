@@ -223,6 +223,20 @@ def observed(scan, n):
     return run, [numbers(n, 5), numbers(STEPS, LANES, n)]
 
 
+def picked(scan, n):
+    """An element of a row, at the index of the largest element of another one."""
+
+    def run(x):
+        def body(h, x):
+            best = jnp.argmax(h, -1, keepdims=True)
+            value = jnp.take_along_axis(x, best, 1)
+            return jnp.tanh(0.9 * h + x * value), (best[:, 0], value)
+
+        return scan(body, x[0], x)
+
+    return run, [numbers(STEPS, LANES, n)]
+
+
 def one_row(scan, n):
     """No lanes."""
 
@@ -235,7 +249,7 @@ def one_row(scan, n):
 
 SMALL = [(backward, 4), (sinkhorn, 3), (kalman, 2)]  # a thread can hold them
 ROWS = [(backward, 6), (filtered, 17), (viterbi, 6), (sinkhorn, 17), (normalised, 100), (normalised, 513)]
-ROWS += [(covariances, 6), (one_row, 32), (filtered, 1), (kalman, 6), (shifted, 20)]
+ROWS += [(covariances, 6), (one_row, 32), (filtered, 1), (kalman, 6), (shifted, 20), (picked, 40)]
 MORE = [(backward, 2), (backward, 32), (backward, 100), (filtered, 32), (filtered, 100), (viterbi, 100), (sinkhorn, 64)]
 MORE += [(normalised, 2), (normalised, 4000), (covariances, 17), (one_row, 100), (kalman, 17), (shifted, 300)]
 

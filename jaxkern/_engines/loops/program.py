@@ -24,10 +24,12 @@ from jaxkern._core import compat
 from jaxkern._core.cpp import Unsupported, check_dtype
 from jaxkern._core.jaxprs import inner_jaxprs
 from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Flat, Step, Value
-from jaxkern._engines.loops import linear, pairs, parts, rewrites
+from jaxkern._engines.loops import indexing, linear, pairs, parts, rewrites
 
 MOVES = (*RENAMED, "broadcast_in_dim", "transpose")
 _ADD = ("add", "add_any")
+_NUMBERS = {"lt": np.less, "add": np.add, "sub": np.subtract, "mul": np.multiply}  # of which indices are made
+_NUMBERS |= {"select_n": lambda which, *xs: xs[int(which)]}
 MOST_REPEATED = 600  # equations of a loop in the body
 NEVER = frozenset(
     "dot_general conv_general_dilated sort top_k gather scatter scatter-add scatter-mul scatter-min scatter-max dynamic_slice "
@@ -129,9 +131,16 @@ class Program(Flat):
 
     def is_never(self, equation) -> bool:
         """Whether no kernel of a loop has this operation."""
-        return equation.primitive.name in NEVER
+        name = equation.primitive.name
+        return name in NEVER and not (name in (*indexing.READS, *indexing.WRITES) and indexing.may(equation))
 
     def why_never(self, equation) -> str:
+        """What an error says of an operation that no kernel of a loop has."""
+        name, most = equation.primitive.name, f"kernels index one element of at most {indexing.MOST}"
+        if name in indexing.READS:
+            return f"{self.otherwise}: {most}. Pass what step i reads at i as xs of lax.scan"
+        if name in indexing.WRITES:
+            return f"{self.otherwise}: {most}. Return what step i writes at i as ys of lax.scan"
         return self.otherwise
 
     def _constant(self, c):
@@ -152,11 +161,32 @@ class Program(Flat):
 
     def rewritten(self, e, operands):
         f = rewrites.rewritten(e)
+        if f is None and e.primitive.name in (*indexing.READS, *indexing.WRITES):
+            f = indexing.rewritten(e, list(map(self._number, operands)))
         return None if f is None else (operands, f)
+
+    def _number(self, v):
+        """The number, or the array of one number, that an operand of an equation is; None if it is not known."""
+        if isinstance(v, Constant):
+            return v.value
+        step = next((s for s in reversed(self.steps) if v in s.results), None)
+        if step is None or v.aval.size != 1 or not jnp.issubdtype(v.dtype, jnp.integer) and v.dtype != bool:
+            return None
+        xs = list(map(self._number, step.operands))
+        if not xs or any(x is None for x in xs):
+            return None
+        if step.name in MOVES:
+            return np.reshape(xs[0], v.aval.shape)
+        if step.name == "convert_element_type":
+            return xs[0].astype(v.dtype)
+        f = _NUMBERS.get(step.name)
+        return None if f is None else np.asarray(f(*xs)).astype(v.dtype)
 
     def _equation(self, e, operands):
         if e.primitive.name == "scan":
             return self._unrolled(e, operands)
+        if e.primitive.name in (*indexing.READS, *indexing.WRITES):
+            return self._indexed(e, operands)
         known = lambda k: operands[k].value if isinstance(operands[k], Constant) else None
         count = rewrites.fixed_count(e.params, known) if e.primitive.name == "while" else None
         if count is None:
@@ -166,6 +196,16 @@ class Program(Flat):
         for _ in range(self._count(e, e.params["body_jaxpr"], count)):
             carry = self._called(e, e.params["body_jaxpr"], [*operands[first : first + own], *carry])
         return carry
+
+    def _indexed(self, e, operands):
+        """The results of a read or a write at an index. Among few elements it chooses from values of a lane."""
+        results, along = super()._equation(e, operands), indexing.axis(e)
+        step = Step(e.primitive.name, [], [], e, {}, tuple(self._calls))
+        for v in (operands[0], *results) if e.primitive.name in indexing.WRITES else operands[:1]:
+            d = v.dims[along] if isinstance(v, Value) and along is not None else None
+            if d is not None and d.size <= parts.MOST:
+                self._moved.append((d, step))
+        return results
 
     def _count(self, e, closed, count) -> int:
         """How often the body of a loop is repeated, if that is not too often."""
@@ -199,6 +239,8 @@ class Program(Flat):
         return [*carry, *ys]
 
     def unite_step(self, step):
+        if step.name in (*indexing.READS, *indexing.WRITES):
+            self.fail(step, self.why_never(step.equation))
         if step.name not in parts.MOVES:
             super().unite_step(step)
             return
