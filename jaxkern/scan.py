@@ -67,7 +67,7 @@ def scan(
     Warns:
         UserWarning: XLA runs a derivative or a batch of the loop that is too large for a kernel, or a loop with rows for which
             it is estimated to be faster, or for which the GPU has too little shared memory. The warning names the reason;
-            results are those of `jax.lax.scan`. This is known when the loop is lowered for a GPU. Errors are raised while the
+            results equal `jax.lax.scan`'s. This is known when the loop is lowered for a GPU. Errors are raised while the
             loop is traced, before any step has run, and are the same on every machine.
 
     Derivatives: JAX's, in forward and reverse mode, of any order, and kernels too. The gradient stores the carry of each

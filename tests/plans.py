@@ -74,7 +74,7 @@ def of_each_kind(kernels) -> list:
 
 
 def compile_kernels(kernels, capability) -> None:
-    """Compiles these (header, name), those of one header in one program: most of its time NVRTC reads headers."""
+    """Compiles these (header, name), kernels of one header in one program: NVRTC spends most of its time reading headers."""
     by_header = collections.defaultdict(set)
     for header, name in kernels:
         by_header[header].add(name)

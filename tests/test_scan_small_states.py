@@ -50,7 +50,7 @@ def sinkhorn(scan, n):
 
 
 def kalman(scan, n):
-    """A filter of states of n numbers of which the first is observed."""
+    """A filter of states of n numbers; the first number is observed."""
 
     def run(transition, observed):
         product = lambda a, b: jnp.sum(a[..., :, :, None] * b[..., None, :, :], -2)

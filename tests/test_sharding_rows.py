@@ -100,7 +100,7 @@ def test_functions_on_meshes_of_each_kind(kind, devices, mapped):
         (_, found), dx = jax.value_and_grad(total, has_aux=True)(x)
         return {**found, "dx": dx}
 
-    if mapped:  # each device has rows of its own, of which logsumexp makes columns
+    if mapped:  # each device has rows of its own, and logsumexp makes columns of them
         specs = dict.fromkeys((*FUNCTIONS, "dx"), P("r"))
         f = jax.shard_map(f, mesh=grid, in_specs=P("r"), out_specs=specs)
     with jax.set_mesh(grid):

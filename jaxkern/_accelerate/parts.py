@@ -1,4 +1,4 @@
-"""Sorts in a jaxpr of which few elements are used.
+"""Sorts in a jaxpr whose results are read in part.
 
     program = Program(jaxpr)
     part = program.part(e)                       which elements of a sort are used; None: not only some at an end

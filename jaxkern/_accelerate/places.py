@@ -35,7 +35,7 @@ _FUNCTIONS = {
 
 
 def shares(core) -> dict:
-    """{operand: the share of its elements that is read} of rows of which less than all may be."""
+    """{operand: the share of its elements that is read}, for rows that may be read in part."""
     found = {}
     for k, conditions in guards(core).items():
         values = [(_of(core, v, {}), wanted) for v, wanted in conditions]

@@ -45,7 +45,7 @@ def top_k(dtype, rows: int, columns: int, k: int, force=False) -> tuple[bool, st
 
 
 def part(dtype, rows: int, columns: int, count: int, force=False) -> tuple[bool, str]:
-    """A sort of which only `count` elements at one end of each row are used."""
+    """A sort; the program uses `count` elements at one end of each row."""
     algorithm = _chosen(selection, rows, columns, count, dtype=dtype)
     if count > selection.MOST or not algorithm:
         return False, f"no kernel for {count} of {columns} elements of {dtype}"

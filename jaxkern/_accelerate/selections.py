@@ -2,7 +2,7 @@
 
     lax.top_k, lax.approx_max_k, lax.approx_min_k    the kernel of `jaxkern.top_k`
     lax.sort of one key, with other operands         the kernels of `jaxkern.sort`; of argsort's indices no operand is read
-    ... of which few elements are used               a selection: `jnp.sort(x)[..., :k]`, `jnp.argsort(-x)[:k]`, `jnp.median(x)`
+    ... where few elements are used                  a selection: `jnp.sort(x)[..., :k]`, `jnp.argsort(-x)[:k]`, `jnp.median(x)`
     jnp.searchsorted                                 the kernel of `jaxkern.searchsorted`
     scatter-adds of one number, as in jnp.bincount   the kernel of `jaxkern.bincount`
 

@@ -59,7 +59,7 @@ def device_kind() -> str:
 
 
 def prepare(functions) -> None:
-    """Times regions, `RowFunction`s, of which no times are kept, on the first GPU. All are compiled before, side by side."""
+    """Times the regions, `RowFunction`s, without kept times on the first GPU. All are compiled before, side by side."""
     kind = device_kind()
     wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
     new = [f for f in dict.fromkeys(functions) if kind and (f, kind, wide) not in _known]

@@ -2,7 +2,7 @@
 
 Philox4x32-7 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011, keyed with 64 bits:
 the variant with the fewest rounds that passes their tests (BigCrush). The 16 bits of an element depend on the key, the
-number of its row and its place in the row: block (place / 8, row) of the key's sequence holds those of eight neighbours.
+number of its row and its place in the row: block (place / 8, row) of the key's sequence holds the words of eight neighbours.
 """
 
 import functools

@@ -83,7 +83,7 @@ def _unless_empty(x, axis, fast, exact):
     return jax.lax.cond(jnp.any(first == -jnp.inf), exact, fast)
 
 
-# ---- gradients, and tangents, of which they are the transposes; for log_softmax in 16 bits x is the result
+# ---- gradients, the transposes of tangents, and tangents; for log_softmax in 16 bits x is the result
 
 
 def _softmax_gradient(y, g, *, axis, algorithm):

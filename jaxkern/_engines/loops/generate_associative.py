@@ -109,7 +109,7 @@ class Lanes:
 
 
 def source(name, spec, lanes, each) -> str:
-    """The struct and its functions. lanes: the Lanes of the scan, of which a thread has `each`."""
+    """The struct and its functions. lanes: the Lanes of the scan; a thread has `each` of them."""
     functions = _functions(spec)
     text = "".join(f.source(f"{name}{k}") for k, f in functions.items()) + _step(name, spec)
     start = "kOpen" if spec.first is None else "kNumbers"

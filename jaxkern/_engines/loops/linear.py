@@ -51,7 +51,7 @@ def find(program) -> bool:
 
 
 class _Reader:
-    """parts: {Value: the lanes that it depends on, over some of which it is summed}. steps: the program's, and new ones."""
+    """parts: {Value: the lanes that it depends on; it is summed over some of them}. steps: the program's, and new ones."""
 
     def __init__(self, program, carries):
         self.program, self.carries = program, carries

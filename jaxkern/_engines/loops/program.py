@@ -48,7 +48,7 @@ class Program(Flat):
     sums: {position among the results: the same}, of elements of ys that are sums over lanes; they are taken after the loop.
     given, returned: what the jaxpr takes and returns, before arrays are taken apart.
     segments: Dims of the pieces of long dimensions that the body slices or joins.
-    has_rows: whether dimensions that are taken apart are reduced, or occur twice in an array, as those of a matrix do.
+    has_rows: whether dimensions that are taken apart are reduced, or occur twice in an array, as the dimensions of a matrix do.
     captured: {id: (Value, array)} of arrays that the jaxpr holds; they are operands in front of the others.
 
     Raises: Unsupported, naming the equation and the user's line.

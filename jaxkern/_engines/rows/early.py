@@ -29,7 +29,7 @@ def early_picks(program) -> bool:
 
 
 def _parts(program, step, made):
-    """(hit, value, rows, numbers, steps) of a pick: where it is, the value of which an element is picked, the rows and numbers that it
+    """(hit, value, rows, numbers, steps) of a pick: where it is, the value that an element is picked from, the rows and numbers that it
     is computed from, and the steps that compute it from these. None if it is no such pick.
     """
     picks = step.origin is not None and step.origin.primitive.name in PICKS

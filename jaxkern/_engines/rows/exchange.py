@@ -186,7 +186,7 @@ class _Levels:
                 powers[n] = powers.get(n, 0) + k
         exponents = [n for f, n, _ in factors if f == "exp"]
         if not exponents and any(abs(k) > 1 or self._holds(n, _NOTHING) for n, k in powers.items()):
-            return False  # squares of x / max(abs(x)): those of x overflow
+            return False  # squares of x / max(abs(x)): the squares of x overflow
         # The logarithm of the sum of a part may be -inf where that of the row is not.
         return not any(self._holds(n, ("reduce_sum",)) for n in exponents)
 

@@ -250,7 +250,7 @@ class RowFunction:
         return _transpose(self, tuple(linear))
 
     def batched(self, mapped, size, at=0) -> "RowFunction":
-        """The function of operands of which those that are mapped have one more dimension, at this place."""
+        """The function for a batch: mapped operands have one more dimension, at this place."""
         return _batched(self, tuple(mapped), size, at)
 
     @property

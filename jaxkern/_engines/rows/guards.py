@@ -1,6 +1,6 @@
 """Which elements of a row need not be read, because places, indices and numbers of the row decide that they do not count.
 
-In `where(key <= query, x, -inf)`, x counts where the condition is true. A pack of which no element counts is not read.
+In `where(key <= query, x, -inf)`, x counts where the condition is true. A pack without an element that counts is not read.
 An element at a place that is known when a row begins is read by itself: the row is not searched for it.
 """
 

@@ -55,7 +55,7 @@ def outputs(function) -> list:
 def _picked(function, problem, device) -> str:
     """The algorithm that the caller of the function forced, that is forced here, or that is chosen."""
     own = BY_HAND.get(function.name)
-    if own is not None and not set(ALGORITHMS) <= set(own.ALGORITHMS):  # which are those of hand-written kernels
+    if own is not None and not set(ALGORITHMS) <= set(own.ALGORITHMS):  # its algorithms are hand-written kernels alone
         return choose(problem, device)
     forced = algorithms.forced(function.name) if function.algorithm == "auto" else function.algorithm
     return algorithms.pick(function.name, forced, problem, device)

@@ -54,7 +54,7 @@ class Reduction:
                 self.combine = [f"{y[0]} = lax::{overload}({own}({p[0]}), {own}({q[0]}));"]
 
     def taken(self, to, p, q) -> str:
-        """A statement that makes `to` of an expression p and of q, one of which is the identity, or which are equal."""
+        """A statement that makes `to` of the expressions p and q. One of them is the identity, or they are equal."""
         return f"{to}.{self.parts[0][1]} = {q} == {self.identity[0]} ? {p} : {q};"
 
 

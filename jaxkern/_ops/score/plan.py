@@ -1,4 +1,4 @@
-"""The kernels of softmax of a user function, and how they are launched: those of _ops/softmax/fused_plan.py with rows of scores."""
+"""The kernels of softmax of a user function, and how they are launched: fused kernels (_ops/softmax/fused_plan.py) on rows of scores."""
 
 import functools
 import math

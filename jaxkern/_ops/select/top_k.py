@@ -28,7 +28,10 @@ TOP_K = Params(HEADER, "TopKArgs")
 
 ALGORITHMS = ("warp", "block", "split", "network", "sort")
 APPLIED = tuple(d for d in DTYPES if not d.startswith("float8"))  # of operands and results of functions
-SORTS = {"network": "network", "sort": "block"}  # the algorithms that sort rows whole, by those of sort_rows.py
+SORTS = {
+    "network": "network",
+    "sort": "block",
+}  # the algorithms that sort whole rows: their names here and in sort_rows.py
 THREADS, ROWS = 256, 8  # of a block
 RESIDENT = 4  # blocks that a multiprocessor holds: each has 41 KB of shared memory, and 64 registers in a thread
 MOST = 2048  # the greatest k of a selection: half of the 4096 elements that a block holds are to be other candidates
@@ -37,7 +40,7 @@ WARP_WIDTH = 1024  # 32 elements in each lane
 
 
 class Problem(typing.NamedTuple):
-    """Rows of so many columns, of which the k largest are wanted. applied: whether a function is applied to elements."""
+    """The k largest of rows of so many columns. applied: whether a function is applied to elements."""
 
     rows: int
     columns: int

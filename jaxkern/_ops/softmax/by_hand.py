@@ -151,7 +151,7 @@ def _prefers_fused(x, axis, facts, extras, backward, from_result) -> bool:
 
 
 def _renumbered(found, order):
-    """The plan for operands of which those in `order` are what the plan numbers 0, 1, ..."""
+    """The plan with other numbers of operands: operand k becomes order[k]."""
 
     def of(arg):
         if isinstance(arg, launch.Struct):

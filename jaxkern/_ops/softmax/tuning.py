@@ -8,7 +8,7 @@ A number that was measured has its case in brackets. The other numbers were not 
 # Columns, at most [bfloat16 64 x 1024 x 1024 along the middle axis: softmax 122 and 96, the gradient of log_softmax 179 and 143;
 # float32 202 and 187, 308 and 280].
 COLUMN_WIDTH = 1024
-# Clusters, for each of which there are so many multiprocessors at least; a gradient or log_softmax needs more [bfloat16 16 x 131072
+# Multiprocessors for each cluster, at least; a gradient or log_softmax needs more [bfloat16 16 x 131072
 # 5.9 and 5.4, its gradient 7.1 and 6.5; 64 x 131072 15.5 and 14.4, its gradient 19.9 and 21.0; one row of 2^20 6.5 and 6.4].
 CLUSTER_MULTIPROCESSORS, OTHER_CLUSTER_MULTIPROCESSORS = 2, 8
 CLUSTER_VECTORS = 256, 65536  # of the arrays that are read, for each row: these and no fewer, and no more
