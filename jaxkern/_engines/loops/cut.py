@@ -185,7 +185,7 @@ def row_layout(device, maps, lanes, length, vectors) -> RowLayout:
         over, across = "kOverWarp", min(32, 1 << (ceil_div(length, items) - 1).bit_length())
     elif lanes >= tuning.ROW_BLOCKS * device.sm_count or length <= threads * items:
         over = "kOverBlock"
-        while threads > 64 and threads * items >= 2 * length:
+        while threads > tuning.FEW_THREADS and threads * items >= 2 * length:
             threads //= 2
     return RowLayout(pack, items, across, threads, max(1, resident * tuning.CUT_THREADS // threads), over)
 

@@ -134,7 +134,7 @@ def layout(algorithm, problem, vectors=True, reverse=True, device=None):
         elif algorithm == "block":
             while items > max(pack, 4) and threads * items >= 2 * length:
                 items //= 2
-            while threads > 64 and threads * items >= 2 * length:
+            while threads > tuning.FEW_THREADS and threads * items >= 2 * length:
                 threads //= 2
         resident = tuning.SCAN_BLOCKS
         if algorithm == "tiles":  # the larger a tile, the fewer blocks wait for each other

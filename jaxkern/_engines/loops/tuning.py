@@ -27,7 +27,7 @@ AHEAD_THREADS = 256  # lanes of a multiprocessor, at least: fewer wait for laten
 # ---- scans by an associative operation
 
 ROW_BYTES = 64  # of an array that a thread takes in a tile, where steps are adjacent
-MOST_ITEMS = 32
+MOST_ITEMS = 32  # elements of a thread in a tile
 ROW_LANES = 4  # lanes that share a short row, at least
 SCAN_THREADS = 256  # per block
 SCAN_BLOCKS = 4  # per multiprocessor, with 64 registers per thread

@@ -193,9 +193,9 @@ def _block(_, problem, most_kept, device) -> Layout | None:
         most = tuning.NARROW_WORDS if problem.narrow and _has_clusters(device) else tuning.BLOCK_WORDS
         most = most if threads < 1024 else most / 2
         elements = how.packs * problem.pack
-        if threads > 256 and elements > tuning.BLOCK_ELEMENTS and _has_clusters(device):
+        if threads > tuning.FEW_THREADS and elements > tuning.BLOCK_ELEMENTS and _has_clusters(device):
             return None
-        wide = threads >= 256 or elements <= 16 or _holds(how, problem, 16, most_kept)
+        wide = threads >= tuning.FEW_THREADS or elements <= 16 or _holds(how, problem, 16, most_kept)
         if wide and _holds(how, problem, most, most_kept):
             return how
     return None

@@ -21,7 +21,10 @@ HALF_PACK_BYTES = 512
 SECTOR_BYTES = 32
 WARP_WORDS = 32  # of rows in a lane of a warp; beyond, a block holds the row
 BLOCK_WORDS = 64  # of rows in a thread of a block; beyond, a cluster holds the row
-# Elements in a thread of a block of more than 256, if a cluster can hold the row [H100; log softmax, bfloat16: 98 us at 65536 columns
+FEW_THREADS = (
+    256  # of a block; fewer share a row only if each has few elements, more only where a cluster cannot hold it
+)
+# Elements in a thread of a block of more than FEW_THREADS, if a cluster can hold the row [H100; log softmax, bfloat16: 98 us at 65536 columns
 # with 128 in a block, 93 at 131072 with 64 in a cluster].
 BLOCK_ELEMENTS = 64
 # Bytes of rows that more blocks hold, or that are split, if half of the GPU would have none otherwise.
@@ -47,14 +50,14 @@ KEPT_THREADS = 256  # threads of a block that keeps values; with more, a cluster
 SHARED_STAGES = 1
 SHARED_BYTES = 96 * 1024  # of sums in shared memory, of a block
 COLUMN_BYTES = 8 * 1024  # of L1 for columns, of a block
-SPLIT_THREADS = 256
+SPLIT_THREADS = 256  # of blocks that share rows
 SPLIT_WORDS = 32  # of rows and sums in a thread; fewer, if that leaves less than one block for each multiprocessor
 SPLIT_BLOCKS = 16  # per multiprocessor, that share rows [lse, float32 64 x 1048576: 65 us, 74 with 8]
 SPLIT_ROWS = 2  # rows for each multiprocessor; if there are fewer, long ones are split
 # (words of rows and sums in a thread, registers), and where fewer are enough: for functions that keep dear values, and where sums are in
 # shared memory [soft cap, float32 8192 x 16384: 262 us with 80, 325 with 128; scale norm, gradient, bfloat16 131072 x 1024: 226, 200].
 REGISTERS = ((8, 40), (24, 64), (1 << 30, 128))
-FEW_REGISTERS = ((8, 40), (24, 64), (40, 80), (1 << 30, 128))
+FEW_REGISTERS = ((8, 40), (24, 64), (40, 80), (1 << 30, 128))  # where fewer are enough
 # Clusters for few rows have 64 registers in a thread, so that more of them run at once, if a thread has at most so many words, and if
 # there are at most so many blocks for each multiprocessor.
 AT_ONCE_WORDS, AT_ONCE_BLOCKS = 32, 16
@@ -66,7 +69,7 @@ RAGGED_WORDS = 48
 # and 715; float32 172738 x 777: 1222 and 1311, RMS norm 562 and 614, gated norm x 1001: 1114 and 959; float32 on an H100].
 RAGGED_PACKS = {2: 128, 4: 200, 8: 128}
 GROUP_THREADS = 128  # threads of a block in which warps or lanes hold rows
-STREAM_THREADS = 512
+STREAM_THREADS = 512  # of a block that streams rows
 STREAM_PACKS = 4  # per thread, in flight
 SUM_BLOCKS = 2  # blocks of a multiprocessor that stay to sum over rows
 GROUPED_BLOCKS, SUM_GROUPS = 2048, 64  # sums of so many blocks are added in groups first

@@ -14,6 +14,8 @@ from jax.extend.mlir import ir
 
 from jaxkern._core import environment, partition
 
+MOST_OPERATIONS = 200  # between the logits and a loss that are looked at
+
 
 def maker(value):
     """The operation that `value` is a result of; None for an argument."""
@@ -85,7 +87,7 @@ def _before(value, barrier):
         plain = operation.name == "func.call" or (
             operation.name.startswith("stablehlo.") and operation.name not in unknown
         )
-        if operation == barrier or not plain or len(found) > 200 or not all(map(visit, operation.operands)):
+        if operation == barrier or not plain or len(found) > MOST_OPERATIONS or not all(map(visit, operation.operands)):
             return False
         found.append(operation)
         return True
