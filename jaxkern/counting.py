@@ -148,5 +148,5 @@ def _histogram(x, edges, limits, weights, bins, density):
     dtype = x.dtype if weights is None else weights.dtype
     if density:  # neither the sum nor the widths of bins need fit into 16 bits
         wide = counts if jnp.issubdtype(dtype, jnp.complexfloating) else counts.astype(computing(dtype))
-        counts = wide / jnp.sum(wide) / jnp.diff(edges.astype(computing(edges.dtype)))
+        counts = wide / (jnp.sum(wide) * jnp.diff(edges.astype(computing(edges.dtype))))
     return counts.astype(dtype), edges

@@ -338,11 +338,10 @@ def test_histograms(bins, limits, weights):
             assert a.dtype == b.dtype
 
 
-@pytest.mark.parametrize("dtype, count, high", [("float16", 70000, 3e4), ("float32", 5, 8e37)])
-def test_densities_of_sums_that_are_too_large(dtype, count, high):
-    density, edges = jaxkern.histogram(jnp.zeros(count, dtype), 2, (-high, high), density=True)
-    np.testing.assert_allclose(density.astype(jnp.float32), [0, 1 / high], rtol=1e-2)
-    assert density.dtype == edges.dtype == dtype
+def test_densities_of_sums_that_exceed_16_bits():
+    density, edges = jaxkern.histogram(jnp.zeros(70000, jnp.float16), 2, (-3e4, 3e4), density=True)
+    np.testing.assert_allclose(density.astype(jnp.float32), [0, 1 / 3e4], rtol=1e-2)
+    assert density.dtype == edges.dtype == jnp.float16
 
 
 @pytest.mark.parametrize(
