@@ -96,14 +96,19 @@ __device__ __forceinline__ void SyncCluster() {
   WaitCluster();
 }
 
+// The address of the same shared object of block `rank`.
+__device__ __forceinline__ uint32_t RemoteAddress(const void* at, uint32_t rank) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(SharedAddress(at)), "r"(rank));
+  return remote;
+}
+
 // Writes a value to the same shared object of block `rank`, and counts its bytes at that block's barrier, so that threads
 // waiting there see the value. No fence is needed. A store and a releasing arrival would wait for all global stores of
 // this thread.
 template <class V> __device__ __forceinline__ void StoreRemote(V* at, const V& value, Barrier* b, uint32_t rank) {
   static_assert(sizeof(V) % 8 == 0);
-  uint32_t remote_at, remote_barrier;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_at) : "r"(SharedAddress(at)), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(SharedAddress(b)), "r"(rank));
+  const uint32_t remote_at = RemoteAddress(at, rank), remote_barrier = RemoteAddress(b, rank);
   const uint64_t* words = reinterpret_cast<const uint64_t*>(&value);
 #pragma unroll
   for (int i = 0; i < sizeof(V) / 8; ++i) {

@@ -182,6 +182,23 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> Repack(const Com
   return pack;
 }
 
+// The larger of the first and of the second of two 16-bit elements; NaN if either is NaN (extremes.h does this for one).
+template <class T> __device__ __forceinline__ uint32_t LargerOrNanOfPairs(uint32_t a, uint32_t b) {
+#ifdef JAXKERN_EMULATED
+  Pack<T, 2> x, y;
+  x.word[0] = a, y.word[0] = b;
+  float u[2], v[2];
+  Unpack(x, u), Unpack(y, v);
+  return (u[0] != u[0] || u[0] > v[0] ? a & 0xffff : b & 0xffff) |
+         (u[1] != u[1] || u[1] > v[1] ? a & 0xffff0000 : b & 0xffff0000);
+#else
+  uint32_t larger;
+  if constexpr (std::is_same_v<T, __half>) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+#endif
+}
+
 // The L2 eviction policy of the lines that a kernel reads.
 //
 // Calls that move more than L2 holds use evict_last. Measured beside a stream of writes, reads with evict_last are 2-3%

@@ -22,7 +22,6 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 using uintptr_t = unsigned long long;
-using intptr_t = long long;
 
 #define INFINITY (__int_as_float(0x7f800000))
 #define NAN (__int_as_float(0x7fffffff))
@@ -46,7 +45,6 @@ using size_t = decltype(sizeof(0));
 
 template <class T, T v> struct integral_constant {
   static constexpr T value = v;
-  using value_type = T;
   constexpr operator T() const { return v; }
 };
 template <bool b> using bool_constant = integral_constant<bool, b>;
@@ -55,7 +53,6 @@ using false_type = bool_constant<false>;
 
 template <class A, class B> constexpr bool is_same_v = false;
 template <class A> constexpr bool is_same_v<A, A> = true;
-template <class A, class B> struct is_same : bool_constant<is_same_v<A, B> > {};
 
 template <bool b, class A, class B> struct conditional {
   using type = A;
@@ -65,22 +62,8 @@ template <class A, class B> struct conditional<false, A, B> {
 };
 template <bool b, class A, class B> using conditional_t = typename conditional<b, A, B>::type;
 
-template <bool b, class T = void> struct enable_if {};
-template <class T> struct enable_if<true, T> {
-  using type = T;
-};
-template <bool b, class T = void> using enable_if_t = typename enable_if<b, T>::type;
-
 template <class...> using void_t = void;
 template <class T> T&& declval() noexcept;
-
-template <class T> struct remove_cv {
-  using type = T;
-};
-template <class T> struct remove_cv<const T> {
-  using type = T;
-};
-template <class T> using remove_cv_t = typename remove_cv<T>::type;
 
 template <class T> constexpr bool is_floating_point_v = is_same_v<T, float> || is_same_v<T, double>;
 template <class T> constexpr bool is_integral_v =
@@ -89,32 +72,9 @@ template <class T> constexpr bool is_integral_v =
     is_same_v<T, long> || is_same_v<T, unsigned long> || is_same_v<T, int64_t> || is_same_v<T, uint64_t>;
 template <class T> constexpr bool is_signed_v = (is_integral_v<T> || is_floating_point_v<T>) && T(-1) < T(0);
 
-template <class T> struct make_unsigned;
-template <> struct make_unsigned<int8_t> {
-  using type = uint8_t;
-};
-template <> struct make_unsigned<uint8_t> {
-  using type = uint8_t;
-};
-template <> struct make_unsigned<int16_t> {
-  using type = uint16_t;
-};
-template <> struct make_unsigned<uint16_t> {
-  using type = uint16_t;
-};
-template <> struct make_unsigned<int32_t> {
-  using type = uint32_t;
-};
-template <> struct make_unsigned<uint32_t> {
-  using type = uint32_t;
-};
-template <> struct make_unsigned<int64_t> {
-  using type = uint64_t;
-};
-template <> struct make_unsigned<uint64_t> {
-  using type = uint64_t;
-};
-template <class T> using make_unsigned_t = typename make_unsigned<T>::type;
+template <class T> using make_unsigned_t =
+    conditional_t<sizeof(T) == 1, uint8_t,
+                  conditional_t<sizeof(T) == 2, uint16_t, conditional_t<sizeof(T) == 4, uint32_t, uint64_t> > >;
 
 template <class T, T... v> struct integer_sequence {};
 template <size_t... i> using index_sequence = integer_sequence<size_t, i...>;

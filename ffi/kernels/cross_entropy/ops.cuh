@@ -356,7 +356,7 @@ template <class T> struct Slope {
     return result;
   }
   // 16 bit: e^(x - base) * factor as the single power 2^(x * log2(e) - offset), for rows without smoothing where moving
-  // log2(factor) into the exponent costs at most 2^-19 (see Forward::OnePower).
+  // log2(factor) into the exponent costs at most 2^-19: this saves a multiplication per element.
   static constexpr bool kOnePower = sizeof(T) == 2;
   __device__ __forceinline__ bool OnePower(float* offset) const {
     *offset = __fmul_rn(base, kLog2E) - __log2f(factor);  // NaN unless the factor is positive

@@ -31,23 +31,6 @@ struct MaskedLogSumExpParams {
   bool exceeds_l2;
 };
 
-// The larger of the first and of the second element of two pairs; NaN if either is NaN.
-template <class T> __device__ __forceinline__ uint32_t LargerOrNanOfPairs(uint32_t a, uint32_t b) {
-#ifdef JAXKERN_EMULATED
-  Pack<T, 2> x, y;
-  x.word[0] = a, y.word[0] = b;
-  float u[2], v[2];
-  Unpack(x, u), Unpack(y, v);
-  return (u[0] != u[0] || u[0] > v[0] ? a & 0xffff : b & 0xffff) |
-         (u[1] != u[1] || u[1] > v[1] ? a & 0xffff0000 : b & 0xffff0000);
-#else
-  uint32_t larger;
-  if constexpr (std::is_same_v<T, __half>) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-#endif
-}
-
 template <class T, bool kStatistics> __global__ void __launch_bounds__(128, 8)
     MaskedLogSumExp(const __grid_constant__ MaskedLogSumExpParams p) {
   constexpr int kWarps = 4, kRows = 4, kPacks = 2, N = 8;

@@ -77,15 +77,8 @@ template <class T> __device__ __forceinline__ uint32_t LargerPair(uint32_t a, ui
   if constexpr (std::is_same_v<T, __half>) asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
   else asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
   return larger;
-#elif defined(__CUDA_ARCH__)
-  uint32_t larger;
-  if constexpr (std::is_same_v<T, __half>)
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a & ~kSigns), "r"(b & ~kSigns));
-  else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a & ~kSigns), "r"(b & ~kSigns));
-  return larger;
 #else
-  const uint32_t x = a & ~kSigns, y = b & ~kSigns;
-  return max(x & 0xffffu, y & 0xffffu) | max(x & 0xffff0000u, y & 0xffff0000u);
+  return LargerOrNanOfPairs<T>(a & ~kSigns, b & ~kSigns);
 #endif
 }
 

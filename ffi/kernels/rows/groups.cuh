@@ -22,9 +22,9 @@ __device__ __forceinline__ void StoreToBlock(P* at, const P& value, const Room& 
 #ifdef JAXKERN_EMULATED
   memcpy(emulated::Peer(at, room, rank), &value, sizeof value);
 #elif defined(JAXKERN_HAS_BULK_COPY)
-  uint32_t remote, words[sizeof(P) / 4];
+  uint32_t words[sizeof(P) / 4];
   memcpy(words, &value, sizeof value);
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(SharedAddress(at)), "r"(rank));
+  const uint32_t remote = RemoteAddress(at, rank);
 #pragma unroll
   for (int w = 0; w < static_cast<int>(sizeof(P) / 4); ++w)
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote + 4 * w), "r"(words[w]) : "memory");

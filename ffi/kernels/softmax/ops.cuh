@@ -159,18 +159,6 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
     }
   }
 
-  // 16-bit softmax: e^(x - max) / sum as the single power 2^(x * log2(e) - offset), which saves a multiplication per
-  // element. Used for rows where moving log2(sum) into the exponent costs at most 2^-19.
-  static constexpr bool kOnePower = sizeof(T) == 2 && !kLog;
-  static __device__ __forceinline__ bool OnePower(const Final& f, float* offset) {
-    *offset = __fmul_rn(f.max, kLog2E) - __log2f(f.inverse);
-    return fabsf(*offset) < 64;
-  }
-  template <int N> static __device__ __forceinline__ void MapOnePower(const C (&v)[1][N], float offset, C (&out)[N]) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) out[j] = Exp2Approx(fmaf(v[0][j], kLog2E, -offset));
-  }
-
   // Whether the row has neither NaN nor +inf.
   static __device__ __forceinline__ bool Regular(const Final& f) {
     return f.max < Infinity<C>() && (kLog ? f.norm == f.norm : f.inverse == f.inverse);
@@ -346,7 +334,6 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
     }
   }
 
-  static constexpr bool kOnePower = false;
   static __device__ __forceinline__ bool Regular(const Final& f) { return f.sum - f.sum == C(0); }
 
   template <int kPacks, int N, bool = false> using Tile = PacksAsRead<FromOutput, kPacks, N>;
@@ -416,7 +403,6 @@ template <class T_, bool kColumns = false> struct FromInput {
     for (int j = 0; j < N; ++j) out[j] = One(Powers::Exp(v[0][j], f.max), v[1][j], f);
   }
 
-  static constexpr bool kOnePower = false;
   static __device__ __forceinline__ bool Regular(const Final& f) { return f.factor - f.factor == C(0); }
 
   // Holds the packs as loaded; for float and double, e^(x - max of the warp) replaces x.
