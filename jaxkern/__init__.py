@@ -6,6 +6,7 @@
 `python -m jaxkern` reports what is loaded on this machine, checks results, and measures speed.
 """
 
+import importlib
 import typing
 
 from jaxkern import algorithms, elementwise
@@ -57,6 +58,14 @@ from jaxkern.while_loop import while_loop
 
 if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from a table
     from jaxkern.elementwise import __getattr__ as __getattr__
+else:
+
+    def __getattr__(name: str) -> object:
+        """The modules for other libraries, which are imported when they are first used."""
+        if name in ("equinox", "nnx", "optax"):
+            return importlib.import_module(f"jaxkern.{name}")
+        raise AttributeError(f"module 'jaxkern' has no attribute {name!r}")
+
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "CheckError",

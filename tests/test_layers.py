@@ -35,6 +35,15 @@ DECODE = {"decode": False}
 MASK = np.random.default_rng(0).normal(size=(2, 6, 16)) > -1
 
 
+@pytest.mark.parametrize("name", ["equinox", "nnx", "optax"])
+def test_modules_are_imported_when_they_are_used(name, monkeypatch):
+    module = sys.modules[f"jaxkern.{name}"]
+    monkeypatch.delattr(jaxkern, name)
+    assert getattr(jaxkern, name) is module
+    with pytest.raises(AttributeError, match="module 'jaxkern' has no attribute 'haiku'"):
+        print(jaxkern.haiku)
+
+
 class Types(typing.NamedTuple):
     x: str = "float32"
     parameters: str = "float32"

@@ -260,6 +260,7 @@ def test_the_same_bits_in_every_run():
         (lambda x: jnp.sort(x, -1), "sort"),
         (lambda x: x @ jnp.ones((4, 4)), "dot_general"),
         (lambda x: x * 2 + jnp.sum(x, 0), "along the axis of the row alone, with keepdims=True"),
+        (lambda x: (x - x.mean()) / x.std(), "reduce along the axis of the row alone"),
         (lambda x: x[:, :2], "slice"),
         (lambda x: x + x.T, "transpose"),
         (lambda x: x.sum(0) + x.sum(1), "whose operand has two dimensions"),

@@ -157,7 +157,8 @@ class Program(Flat):
                     self.fail(step, "along other dimensions than the row")
                 summed = True
             elif over and summed:
-                self.fail(step, "a reduction along the row of what was summed over other dimensions")
+                what = "a reduction along the row of a sum over other dimensions"
+                self.fail(step, f"{what}: reduce along the axis of the row alone, with keepdims=True")
             for v in step.results:
                 v.is_row, v.summed, v.stage = row in v.dims, summed, max(stage + along, step.stage)
         arrays = [*(self.operands[k] for k in self.used), *(s.result for s in self.steps)]
@@ -183,8 +184,8 @@ class Program(Flat):
         first, second = ({**step.params, "axes": axes} for axes in ((at,), rest))
         e = step.equation
         return [
-            Step(step.name, [value], [between], e.replace(params=first), first),
-            Step(step.name, [between], step.results, e.replace(params=second), second),
+            Step(step.name, [value], [between], e.replace(params=first), first, step.calls),
+            Step(step.name, [between], step.results, e.replace(params=second), second, step.calls),
         ]
 
     def groups(self, value) -> list:
