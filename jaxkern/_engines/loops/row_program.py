@@ -144,6 +144,8 @@ class RowProgram(Program):
             self.rows |= more
         self._finds_rows = False
         if self.rows and not any(map(self.reduced, self.steps)):
+            for _, step in self._moved:
+                self.fail(step, "which moves data along a dimension that the body does not reduce")
             raise Unsupported(f"{self.label} reduces no row")
         for step in self.steps:
             if self.reduced(step) and REDUCTIONS[step.name] not in _ARRAYS:
