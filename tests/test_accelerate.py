@@ -520,6 +520,11 @@ def test_exported_programs_stay_plain():
         exported = jax.export.export(f, platforms=["cpu", "cuda"])(edges, receivers)
         assert "@jaxkern" not in exported.mlir_module()
     close(f(edges, receivers), exported.call(edges, receivers))
+    with jaxkern.accelerate(force=True, export=True):
+        checks = jaxkern.export_checks()
+        exported = jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=checks)(edges, receivers)
+        assert "@jaxkern" in exported.mlir_module()
+    close(f(edges, receivers), exported.call(edges, receivers))
     if jaxkern._core.registry.kernels_run():
         with jaxkern.accelerate(force=True, export=True):
             exported = jax.export.export(f, platforms=["cuda"], disabled_checks=jaxkern.export_checks())(

@@ -97,7 +97,11 @@ def lower_shared(name, key, rule, ctx, results, *operands):
     """Lowers an operation by `rule`, a lowering rule, as a call of a function that equal operations of a module share.
 
     key: hashable; with the types of the operands it determines what the rule emits. results: the MLIR types of the results.
+
+    In a program of several platforms, or of symbolic shapes, what the rule emits reads values of the function around it.
     """
+    if ctx.dim_var_values:
+        return list(rule(ctx, *operands))
     functions, types = of_module(ctx.module_context).setdefault("functions", {}), [x.type for x in operands]
     where = platforms(ctx), ctx.module_context.axis_context, jax.config.jax_enable_x64
     key = (key, tuple(ctx.avals_in), tuple(types), where)
