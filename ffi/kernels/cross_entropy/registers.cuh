@@ -29,10 +29,10 @@ template <class T> struct BothForward : Forward<T, false> {
   };
 };
 
-template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVector<T>, false, int, kRagged> {
+template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVector<T>, int, kRagged> {
   using Op = BothForward<T>;
   using C = Compute<T>;
-  using Base = SoftmaxRow<Op, kVector<T>, false, int, kRagged>;
+  using Base = SoftmaxRow<Op, kVector<T>, int, kRagged>;
   using Params = BothParams;
   using Base::span;
   static constexpr int N = kVector<T>;
@@ -94,9 +94,7 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
     }
   }
 
-  static __device__ __forceinline__ void Values(const Raw& raw, C (&v)[1][N], int) {
-    Base::Values({{raw.data[0]}, {}}, v);
-  }
+  static __device__ __forceinline__ void Values(const Raw& raw, C (&v)[1][N], int) { Base::Values({{raw.data[0]}}, v); }
 
   __device__ __forceinline__ void Settle(const Raw& raw, const typename Op::Stat& stat) {
     slope = Slope<T>(p, label, span.Column(0), ::jaxkern::Base(stat.max), stat.sum, p.template Numbers<C>().width,

@@ -24,7 +24,7 @@ constexpr int kColumnThreads = 256;
 constexpr int kColumnParts = 4;
 // Rows whose exponentials share one rescaling. With a mask, unrolling four rows of eight columns takes ptxas seconds to
 // compile.
-template <bool kMasked> constexpr int kColumnUnroll = kMasked ? 1 : 4;
+constexpr int kColumnUnroll = 4;
 
 // ---- the tile in registers
 
@@ -174,8 +174,8 @@ struct ColumnPlan {
 };
 static_assert(sizeof(ColumnPlan) == 16, "plan.py lays it out");
 
-// Op: operation; see ops.cuh. N: elements of a pack, 1 for unaligned arrays. kMasked: p.mask is applied.
-template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kColumnThreads)
+// Op: operation; see ops.cuh. N: elements of a pack, 1 for unaligned arrays.
+template <class Op, int N> __global__ void __launch_bounds__(kColumnThreads)
     SoftmaxColumn(const __grid_constant__ SoftmaxParams p, const __grid_constant__ ColumnPlan plan) {
   using T = typename Op::T;
   using C = typename Op::C;
@@ -198,17 +198,6 @@ template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kColu
   const bool active = column < p.inner;
   const int64_t first = outer * p.width * p.inner + column;
 
-  int64_t mask_at[N];
-  if constexpr (kMasked) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      mask_at[j] = p.mask_view.outer_map(outer) + (active ? p.mask_view.inner_map(column + j) : 0);
-    }
-  }
-  auto unmasked = [&](int64_t a, int j) {
-    if constexpr (kMasked) return p.mask[mask_at[j] + a * p.mask_view.axis_stride] != 0;
-    else return true;
-  };
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   auto tile_at = [&](int k, int64_t a) -> Packed& { return tile[(k * p.width + a) * plan.lanes_x + x]; };
   auto global_at = [&](int k, int64_t a) { return static_cast<const T*>(p.input[k]) + first + a * p.inner; };
@@ -232,28 +221,28 @@ template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kColu
 #pragma unroll
   for (int j = 0; j < N; ++j) stat[j] = Op::Identity();
   if (active) {
-    for (int64_t a0 = y; a0 < p.width; a0 += kColumnUnroll<kMasked> * threads_y) {
-      Packed raw[kColumnUnroll<kMasked>][kInputs];
+    for (int64_t a0 = y; a0 < p.width; a0 += kColumnUnroll * threads_y) {
+      Packed raw[kColumnUnroll][kInputs];
 #pragma unroll
-      for (int u = 0; u < kColumnUnroll<kMasked>; ++u) {
+      for (int u = 0; u < kColumnUnroll; ++u) {
         const int64_t a = a0 + u * threads_y;
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) {
           if (a < p.width) raw[u][k] = load(k, a);
         }
       }
-      C values[kColumnUnroll<kMasked>][kInputs][N];
+      C values[kColumnUnroll][kInputs][N];
 #pragma unroll
-      for (int u = 0; u < kColumnUnroll<kMasked>; ++u)
+      for (int u = 0; u < kColumnUnroll; ++u)
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) Unpack(raw[u][k], values[u][k]);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        C v[kInputs][kColumnUnroll<kMasked>];
+        C v[kInputs][kColumnUnroll];
 #pragma unroll
-        for (int u = 0; u < kColumnUnroll<kMasked>; ++u) {
+        for (int u = 0; u < kColumnUnroll; ++u) {
           const int64_t a = a0 + u * threads_y;
-          const bool in = a < p.width && unmasked(a, j);
+          const bool in = a < p.width;
 #pragma unroll
           for (int k = 0; k < kInputs; ++k) v[k][u] = in ? values[u][k][j] : Op::Neutral(k);
         }
@@ -297,7 +286,7 @@ template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kColu
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) v[k][0] = values[k][j];
       Op::Map(v, final[j], o);
-      out[j] = unmasked(a, j) ? o[0] : Op::Masked();
+      out[j] = o[0];
     }
     StoreVector<T, N>(static_cast<T*>(p.out) + first + a * p.inner, Repack<T, N>(out));
   }

@@ -83,8 +83,8 @@ template <class S, int kWords> __device__ __forceinline__ uint32_t ElementMask(c
 //     Index    integer type of pack numbers and columns
 //     kRagged  rows may begin or end within a pack
 template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> struct FusedRow
-    : SoftmaxRow<Op, N, false, Index, kRagged> {
-  using Base = SoftmaxRow<Op, N, false, Index, kRagged>;
+    : SoftmaxRow<Op, N, Index, kRagged> {
+  using Base = SoftmaxRow<Op, N, Index, kRagged>;
   using T = typename Op::T;
   using typename Base::O;
   using C = typename Op::C;

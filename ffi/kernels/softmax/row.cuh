@@ -1,4 +1,4 @@
-// How the kernels of the softmax family read and write a row: its packs as inputs of an Op, with the mask applied.
+// How the kernels of the softmax family read and write a row: its packs as inputs of an Op.
 // SoftmaxRow has no kernels of its own; registers.cuh and stream.cuh use it.
 #pragma once
 
@@ -27,28 +27,21 @@ struct Never {
   __device__ __forceinline__ bool operator()(int) const { return false; }
 };
 
-// The mask bytes of a pack, as loaded.
-template <int N> struct MaskPack {
-  uint32_t word[(N + 3) / 4];
-  __device__ __forceinline__ bool operator[](int i) const { return (word[i / 4] >> (i % 4 * 8)) & 0xff; }
-};
-
-// One row: loads packs as inputs of an Op with the mask applied, and stores packs of results.
+// One row: loads packs as inputs of an Op, and stores packs of results.
 //
 //     Op       operation; see ops.cuh
 //     N        elements of a pack
-//     kMasked  the row has a mask
 //     Index    integer type of pack numbers and columns
 //     kRagged  rows may begin or end within a pack
-template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struct SoftmaxRow {
+template <class Op, int N, class Index, bool kRagged = true> struct SoftmaxRow {
   using T = typename Op::T;
   using O = typename ResultOf<Op>::Type;
   using C = typename Op::C;
   using Params = SoftmaxParams;
   static constexpr int kPack = N;
-  static constexpr bool kChanges = kMasked;        // Values may differ from the elements as loaded
-  static constexpr bool kManyRegisters = kMasked;  // needs more registers than two blocks of 512 threads leave
-  static constexpr bool kSkips = false;            // some packs have no element that takes part; see Skips in fused.cuh
+  static constexpr bool kChanges = false;        // Values may differ from the elements as loaded
+  static constexpr bool kManyRegisters = false;  // needs more registers than two blocks of 512 threads leave
+  static constexpr bool kSkips = false;          // some packs have no element that takes part; see Skips in fused.cuh
   static constexpr Index kNoStop = sizeof(Index) == 4 ? Index(INT32_MAX) : Index(INT64_MAX);
   static constexpr int kStreamUnroll = 4;  // streaming: packs in flight per thread and input
   static constexpr int kStreamBlocks = 2;  // streaming: blocks per multiprocessor
@@ -58,13 +51,9 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   const T* input[Op::kInputs];
   int64_t array_size;
   ReadPolicy policy;
-  const uint8_t* mask_row;
-  int64_t mask_stride;
-  bool mask_vector;  // the mask bytes of a pack can be loaded at once
 
   struct Raw {
     Pack<T, N> data[Op::kInputs];
-    MaskPack<N> mask;
   };
 
   // A row at or beyond the end has no elements; every load returns neutral elements.
@@ -74,38 +63,14 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
         policy(MakeReadPolicy(p.exceeds_l2)) {
 #pragma unroll
     for (int k = 0; k < Op::kInputs; ++k) input[k] = static_cast<const T*>(p.input[k]);
-    if constexpr (kMasked) {
-      mask_row = p.mask + p.mask_view.outer_map(row);
-      mask_stride = p.mask_view.axis_stride;
-      mask_vector = mask_stride == 1 && (reinterpret_cast<uintptr_t>(mask_row) - span.shift) % N == 0;
-    }
   }
 
   static __device__ __forceinline__ T Otherwise(int k) { return FromCompute<T>(Op::Neutral(k)); }
-
-  __device__ __forceinline__ MaskPack<N> LoadMask(Index p) const {
-    MaskPack<N> mask = {};
-    const Index column = span.Column(p);
-    if (mask_vector && span.Whole(p)) {
-      const uint8_t* at = mask_row + column;
-      if constexpr (N == 8) *reinterpret_cast<uint2*>(mask.word) = *reinterpret_cast<const uint2*>(at);
-      else if constexpr (N == 4) mask.word[0] = *reinterpret_cast<const uint32_t*>(at);
-      else if constexpr (N == 2) mask.word[0] = *reinterpret_cast<const uint16_t*>(at);
-      else mask.word[0] = *at;
-    } else {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (span.Has(column + j)) mask.word[j / 4] |= uint32_t{mask_row[(column + j) * mask_stride]} << (j % 4 * 8);
-      }
-    }
-    return mask;
-  }
 
   __device__ __forceinline__ Raw Load(Index p) const {
     Raw raw;
 #pragma unroll
     for (int k = 0; k < Op::kInputs; ++k) raw.data[k] = span.Load(input[k], p, Otherwise(k), policy);
-    if constexpr (kMasked) raw.mask = LoadMask(p);
     return raw;
   }
 
@@ -144,7 +109,6 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
           raw[i].data[k] = LoadVector<T, N>((k == 0 ? first_input : last_input)(first, i * step), policy);
         }
       }
-      if constexpr (kMasked) raw[i].mask = LoadMask(p);
     }
     if (!span.Ragged()) return;
     const int tail = last >= first ? static_cast<int>((last - first) / step) : -1;
@@ -176,12 +140,6 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
 #pragma unroll
     for (int k = 0; k < Op::kInputs; ++k) {
       Unpack(raw.data[k], v[k]);
-      if constexpr (kMasked) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          if (!raw.mask[j]) v[k][j] = Op::Neutral(k);
-        }
-      }
     }
   }
 
@@ -193,17 +151,8 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   template <int kLanes, class AnyRaw>
   static __device__ __forceinline__ void Close(const AnyRaw&, const typename Op::Stat&, int) {}
 
-  // A neutral element maps to Masked() by itself, unless the row has NaN or infinity.
   static __device__ __forceinline__ Pack<O, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw,
                                                       Index = 0) {
-    if constexpr (kMasked) {
-      if (!Op::Regular(final)) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          if (!raw.mask[j]) v[j] = Op::Masked();
-        }
-      }
-    }
     return Repack<O, N>(v);
   }
   __device__ __forceinline__ void Store(O* out, Index p, C (&v)[N], const typename Op::Final& final,

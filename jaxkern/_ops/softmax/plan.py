@@ -92,7 +92,7 @@ def _op(p: Problem) -> str:
 
 
 def _row(p: Problem, vector: int, index="int", ragged=True) -> str:
-    return f"jaxkern::SoftmaxRow<{_op(p)}, {vector}, false, {index}, {cpp_bool(ragged)}>"
+    return f"jaxkern::SoftmaxRow<{_op(p)}, {vector}, {index}, {cpp_bool(ragged)}>"
 
 
 def _stat_bytes(p: Problem) -> int:
@@ -205,7 +205,7 @@ def _column_by_element(p, params, device):
     tiles = ceil_div(p.inner, lanes)
     return Launch(
         "softmax/column.cuh",
-        f"SoftmaxColumn<{_op(p)}::ForColumns, 1, false>",
+        f"SoftmaxColumn<{_op(p)}::ForColumns, 1>",
         [params, COLUMN_PLAN(lanes_x=lanes, resident=resident, tiles=tiles)],
         p.rows * tiles,
         tuning.COLUMN_THREADS,
