@@ -285,6 +285,15 @@ def test_counts_of_while_loops(bound, test):
     assert found == count if count <= 50 else found is None
 
 
+def test_unsigned_indices():
+    """JAX searches complex numbers by a loop that gathers at uint32."""
+    args = [jnp.sort(X[0, 0] + 1j), X[1, 0] + 1j]
+    plain = jnp.searchsorted(*args)
+    with jaxkern.accelerate(force=True):
+        jax.jit(jnp.searchsorted).trace(*args).lower(lowering_platforms=("cuda",))
+        np.testing.assert_array_equal(jax.jit(lambda *a: jnp.searchsorted(*a))(*args), plain)
+
+
 def test_several_devices():
     """Left where lanes are split; each device has its own kernel in shard_map."""
     m = jax.make_mesh((1,), ("r",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])

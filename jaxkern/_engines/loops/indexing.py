@@ -157,7 +157,7 @@ def _gather(e):
         fill = jnp.iinfo(dtype).max if is_a(np.unsignedinteger) else fill
 
     def f(x, index):
-        index = index[..., _counted(e).index(along)]
+        index = _signed(index[..., _counted(e).index(along)], n)
         inside = _spread((index >= 0) & (index < n), batch, out)
         index = _spread(lax.clamp(0, index, n - 1) if _clips(e) else index, batch, (*out, n))
         # An axis that is chosen from and stays has size 1 in the result.
@@ -165,6 +165,15 @@ def _gather(e):
         return y if _clips(e) else jnp.where(inside, y, jnp.asarray(fill, y.dtype))
 
     return f
+
+
+def _signed(index, n: int):
+    """Indices into n elements as signed numbers that hold n. Those beyond n are n."""
+    if jnp.issubdtype(index.dtype, np.unsignedinteger) and index.dtype.itemsize >= 4:
+        index = jnp.minimum(index, jnp.asarray(n, index.dtype))
+    elif jnp.issubdtype(index.dtype, np.signedinteger) and index.dtype.itemsize >= 4:
+        return index
+    return index.astype(np.int32)
 
 
 def _scatter(e):
@@ -189,7 +198,7 @@ def _scatter(e):
     over, n = tuple(range(len(x), len(shape))), x[along]
 
     def f(x, index, u):
-        index = index[..., _counted(e).index(along)]
+        index = _signed(index[..., _counted(e).index(along)], n)
         if e.params["mode"] == lax.GatherScatterMode.CLIP:
             index = lax.clamp(0, index, n - 1)
         which = _spread(index, index_places, shape) == lax.broadcasted_iota(index.dtype, shape, along)
