@@ -70,9 +70,11 @@ def test_reason_without_kernels(monkeypatch):
 
 
 @needs_compiler
-def test_usage_is_what_the_compiler_says():
-    f = jaxkern.row_kernel(lambda x: x / x.sum(-1, keepdims=True))
-    (kernel,) = jaxkern.source(f)(X)
+@pytest.mark.parametrize("width, dtype", [(512, jnp.float32), (333, jnp.bfloat16)])
+def test_usage_is_what_the_compiler_says(width, dtype):
+    """Nothing is in local memory, also where rows of 16 bits begin anywhere in the vectors of their columns of 32 bits."""
+    f = jaxkern.row_kernel(lambda x, w: (x * w / jnp.sum(x.astype(w.dtype), -1, keepdims=True)).astype(x.dtype))
+    (kernel,) = jaxkern.source(f)(jax.ShapeDtypeStruct((64, width), dtype), jax.ShapeDtypeStruct((width,), jnp.float32))
     assert 8 <= kernel.registers <= 255 and kernel.stack == kernel.spills == 0 and not kernel.problem
     assert f"registers {kernel.registers}, stack 0 bytes, spills 0" in str(kernel)
 

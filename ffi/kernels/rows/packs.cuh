@@ -132,12 +132,16 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadShifted(cons
 #pragma unroll
     for (int w = 0; w < 4; ++w) word[4 * v + w] = piece.word[w];
   }
-  // By words, half of the distance at a time, then by bytes.
+  // By words, half of the distance at a time, then by bytes. The inner loop has a constant length: the compiler leaves words in local
+  // memory, or finds them by comparisons, if it depends on the outer one [scale norm, bfloat16 x 4097, scale in float32: 2712
+  // instructions, 472 with a constant length].
   const int words = shift / kPerWord, bits = shift % kPerWord * (8 * sizeof(T));
 #pragma unroll
   for (int step = 2; step > 0; step /= 2) {
 #pragma unroll
-    for (int w = 0; w + step < 4 * kVectors; ++w) word[w] = words & step ? word[w + step] : word[w];
+    for (int w = 0; w < 4 * kVectors; ++w) {
+      if (w + step < 4 * kVectors) word[w] = words & step ? word[w + step] : word[w];
+    }
   }
   Pack<T, N> pack;
 #pragma unroll
