@@ -324,7 +324,8 @@ def indexed(shape, length, dtype, seed=0):
             s, n = carry
             chosen = jnp.take_along_axis(s, k[..., None], -1, mode="fill", fill_value=2)[..., 0]
             s = (0.9 * s).at[..., 0].set(chosen * table.at[k].get(mode="clip"))
-            s = s.at[..., n % 5].set(s[..., (n + 2) % 5] + jax.lax.dynamic_index_in_dim(table, n % 7, 0, False))
+            k = n.astype(np.uint32) - np.uint32(2)  # beyond 2^31 at first
+            s = s.at[..., n % 5].set(s[..., (n + 2) % 5] + jax.lax.dynamic_index_in_dim(table, k, 0, False))
             return (0.5 * s.at[..., -1].add(chosen), n + 1), (chosen, s[..., 1])
 
         return scan(body, (s, jnp.int32(0)), k)

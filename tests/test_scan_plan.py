@@ -102,6 +102,7 @@ CASES = [
     ("spreading", (20, 40), 6, "float32", True, "lanes"),
     ("pieces", (3, 20), 4, "float32", True, "lanes"),
     ("indexed", (3, 7), 5, "float32", True, "lane"),
+    ("indexed", (5,), 4, "float64", False, "lane"),
 ]
 
 
@@ -174,6 +175,18 @@ def test_gradients_of_parts_of_a_constant():
     made, core = planned(scans(again)[-1], FEW)
     assert len(core.program.accumulators) == 3
     run_on_the_cpu(scans(again)[-1], made, core, "float32")
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@plans.needs_runtime
+@pytest.mark.parametrize("low, high", [(-10, 10), (5, -5)])
+def test_a_padding_that_shifts_elements(low, high):
+    """It moves data along a long dimension that its operand and its result share, which is cut into pieces too."""
+    body = lambda h, x: (0.5 * h + jax.lax.pad(h, jnp.float32(2), [(low, high, 0)]) * x, h)
+    f = lambda h, x: jax.lax.scan(body, h, x)
+    array = lambda *s: jax.ShapeDtypeStruct(s, "float32")
+    (e,) = scans(jax.make_jaxpr(f)(array(20), array(3, 20)).jaxpr)
+    run_on_the_cpu(e, *planned(e, FEW), "float32")
 
 
 def walks(shape, length):

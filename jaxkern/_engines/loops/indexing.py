@@ -48,7 +48,7 @@ def rewritten(e, known):
 
     def is_at(start):
         place = lax.broadcasted_iota(np.int32, shape, along)
-        return place == lax.clamp(0, start.astype(np.int32), shape[along] - 1)
+        return place == _within(_signed(start, shape[along]), shape[along]).astype(np.int32)
 
     if name == "dynamic_slice":
         return lambda x, *starts: jnp.expand_dims(_sum(is_at(starts[along]), x, along), along)
@@ -159,7 +159,7 @@ def _gather(e):
     def f(x, index):
         index = _signed(index[..., _counted(e).index(along)], n)
         inside = _spread((index >= 0) & (index < n), batch, out)
-        index = _spread(lax.clamp(0, index, n - 1) if _clips(e) else index, batch, (*out, n))
+        index = _spread(_within(index, n) if _clips(e) else index, batch, (*out, n))
         # An axis that is chosen from and stays has size 1 in the result.
         y = _sum(index == lax.broadcasted_iota(index.dtype, index.shape, len(out)), _spread(x, places, (*out, n)), -1)
         return y if _clips(e) else jnp.where(inside, y, jnp.asarray(fill, y.dtype))
@@ -174,6 +174,12 @@ def _signed(index, n: int):
     elif jnp.issubdtype(index.dtype, np.signedinteger) and index.dtype.itemsize >= 4:
         return index
     return index.astype(np.int32)
+
+
+def _within(index, n: int):
+    """Signed indices, those that are none of n elements moved to the nearest one."""
+    number = lambda k: jnp.asarray(k, index.dtype)
+    return lax.clamp(number(0), index, number(n - 1))
 
 
 def _scatter(e):
@@ -200,7 +206,7 @@ def _scatter(e):
     def f(x, index, u):
         index = _signed(index[..., _counted(e).index(along)], n)
         if e.params["mode"] == lax.GatherScatterMode.CLIP:
-            index = lax.clamp(0, index, n - 1)
+            index = _within(index, n)
         which = _spread(index, index_places, shape) == lax.broadcasted_iota(index.dtype, shape, along)
         u = _spread(u, places, shape)
         if e.primitive.name == "scatter-add":

@@ -75,7 +75,7 @@ def _relate(step, runs, rigid) -> None:
             is_run = axis not in params["dimensions"]
         if not is_run:
             rigid.update(v for v in (d, e) if v is not None)
-        elif d is not e and size > 0:
+        elif (d is not e or first_x != first_y) and size > 0:  # a padding may shift elements along one dimension
             runs.append((d, first_x, e, first_y, size))
 
 
