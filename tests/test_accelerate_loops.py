@@ -76,8 +76,20 @@ def loss(f, argnums=0):
     return jax.grad(lambda *a: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*a))), argnums)
 
 
+def stored(y, u):
+    """An integrator that stores its path: step i reads u[i] and writes path[i]."""
+
+    def body(i, carry):
+        y, path = carry
+        y = y + 0.1 * (u[i] - jnp.sin(y))
+        return y, path.at[i].set(y)
+
+    return lax.fori_loop(0, len(u), body, (y, jnp.zeros((len(u), *y.shape), y.dtype)))[1]
+
+
 X = jnp.asarray(np.random.default_rng(0).normal(size=(12, 4, 8)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)) / 4, jnp.float32)
+LONG = jnp.asarray(np.random.default_rng(2).normal(size=(80, 4, 8)), jnp.float32)
 while_loop = lambda x: lax.while_loop(lambda s: s[1] > 3, lambda s: (jnp.cos(s[0]), s[1] - 2), (x, 40))[0]
 decays = lambda x: lax.scan(decay, x[0], x)[1]
 # What a program does, f, its arguments, how many kernels it has.
@@ -117,6 +129,14 @@ TAKEN = {
         2,
     ),
     "products of rows": (loss(recurrent, (0, 1)), (W, X), 2),
+    "reads and writes at i": (stored, (X[0], LONG), 1),
+    "their gradient": (loss(stored, (0, 1)), (X[0], LONG), 2),
+    "vmap of their gradient": (jax.vmap(loss(stored, (0, 1)), (0, 1)), (X[0], LONG), 2),
+    "gradient of an array that the loop reads and writes": (
+        loss(lambda x: lax.fori_loop(3, 80, lambda i, y: y.at[i].set(jnp.sin(y[i - 3]) - y[i - 1] * x[i]), x)),
+        (LONG,),
+        2,
+    ),
     "in a branch": (lambda x: lax.cond(x[0, 0, 0] > 0, decays, lambda x: x, x), (X,), 1),
 }
 
@@ -194,9 +214,19 @@ LEFT = {
         "at .*test_accelerate_loops.py:[0-9]+.*moves data along a dimension that the body does not reduce",
     ),
     "an index": (
-        lambda x: lax.fori_loop(0, 99, lambda i, s: s + x[i], x[0]),
-        (spec(99, 4, 8),),
+        lambda x, k: lax.fori_loop(0, 99, lambda i, s: s + x[i * k % 99], x[0]),
+        (spec(99, 4, 8), spec(dtype=jnp.int32)),
         "the body uses dynamic_slice at .*Pass what step i reads at i as xs of lax.scan",
+    ),
+    "a write at an index": (
+        lambda x, k: lax.fori_loop(0, 99, lambda i, y: y.at[i * k % 99].set(x[i]), x),
+        (spec(99, 4, 8), spec(dtype=jnp.int32)),
+        "the body uses scatter at .*Return what step i writes at i as ys of lax.scan",
+    ),
+    "a write to a carry that is read": (
+        lambda x: lax.fori_loop(0, 99, lambda i, y: y.at[i].set(x[i] + y[0]), x),
+        (spec(99, 4, 8),),
+        "the body uses scatter at ",
     ),
 }
 
@@ -209,6 +239,84 @@ def test_left(what):
     assert not found.taken and found.operation == "scan" and "test_accelerate_loops.py" in found.source
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(found.reason)
+
+
+def fori(first, last, step, *others):
+    """A loop on LONG, whose element `step` returns."""
+    return lambda x: lax.fori_loop(first, last, lambda i, y: step(i, y, x), *others or (x,))
+
+
+def at(i, f, add=False):
+    return lambda k, y, x: getattr(y.at[i(k)], "add" if add else "set")(f(k, y, x))
+
+
+def counts(kind, by, first, length):
+    """A loop with a counter of its own, which may begin anywhere and wrap around."""
+    step = lambda c, _: ((c[0] + kind(by), c[1] * 0.5 + LONG[c[0]]), c)
+    return lambda x: lax.scan(step, (kind(first), x[0]), length=length)
+
+
+def several(x):
+    numbers = jnp.arange(80, dtype=jnp.int32) * 7
+
+    def body(i, carry):
+        total, sums, flags = carry
+        return total + numbers[i], sums.at[i].set(total), flags.at[79 - i].set(numbers[i] % 3 == 0)
+
+    return lax.fori_loop(0, 80, body, (0, jnp.zeros(80, jnp.int32), jnp.zeros(80, bool)))
+
+
+n = 80
+# Which rows steps read and write, and whether the loop is taken.
+COUNTED = {
+    "a part": (fori(10, 50, at(lambda i: i, lambda i, y, x: x[i - 10])), True),
+    "backwards": (fori(0, n, at(lambda i: n - 1 - i, lambda i, y, x: x[n - 1 - i] * 2)), True),
+    "added backwards": (fori(10, 50, at(lambda i: 60 - i, lambda i, y, x: x[i // 2], add=True)), True),
+    "negative indices": (fori(0, n, at(lambda i: i - 5, lambda i, y, x: x[-i])), True),
+    "every other row, of two": (
+        fori(0, 40, lambda i, y, x: y.at[2 * i].set(x[i]).at[2 * i + 1].set(x[jnp.clip(i - 1, 0)])),
+        True,
+    ),
+    "clamped reads": (
+        fori(0, n, lambda i, y, x: y * 0.5 + lax.dynamic_index_in_dim(x, i + 3, 0, False), LONG[0]),
+        True,
+    ),
+    "reads of small numbers": (fori(0, n, lambda i, y, x: y * 0.5 + jnp.take(x, i % 7, axis=0), LONG[0]), True),
+    "in place": (fori(0, n - 1, at(lambda i: i, lambda i, y, x: y[i] * 2 + y[i + 1])), True),
+    "steps before": (fori(3, n, at(lambda i: i, lambda i, y, x: y[i - 3] * 0.5 - y[i - 1] + x[i])), True),
+    "the step before, backwards": (fori(1, n, at(lambda i: n - 1 - i, lambda i, y, x: y[n - i] * 0.5 + x[i])), True),
+    "set and added, then read": (
+        fori(2, n, lambda i, y, x: y.at[n - i].set(x[i]).at[n - i - 1].add(y[n - i] * 0.5)),
+        True,
+    ),
+    "a step far before": (fori(9, n, at(lambda i: i, lambda i, y, x: y[i - 9] + x[i])), False),
+    "a row twice": (fori(0, n, at(lambda i: i // 2, lambda i, y, x: x[i])), False),
+    "written twice": (fori(1, n, lambda i, y, x: y.at[i].set(x[i]).at[i - 1].set(x[i - 1])), False),
+    "clamped writes": (fori(0, n, lambda i, y, x: lax.dynamic_update_index_in_dim(y, x[i], i + 3, 0)), False),
+    "dropped writes": (fori(0, n, at(lambda i: i + 3, lambda i, y, x: x[i])), False),
+    "columns": (fori(0, n, lambda i, y, x: y.at[:, i].set(x[i, 2]), jnp.zeros((8, n))), True),
+    "integers and booleans": (several, True),
+    "16 bits": (lambda x: stored(x[0].astype(jnp.bfloat16), x.astype(jnp.bfloat16)), True),
+    "uint32": (counts(np.uint32, 1, 5, 70), True),
+    "int8 wraps around": (counts(np.int8, 3, 100, 70), True),
+    "reverse": (
+        lambda x: lax.scan(lambda c, y: ((c[0] + 1, c[1] + x[c[0]] * y), c), (0, x[0]), x, reverse=True),
+        True,
+    ),
+    "places": (lambda x: lax.scan(lambda c, i: (c * 0.5 + x[i], c), x[0], jnp.arange(n - 1, -1, -1)), True),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", COUNTED)
+def test_indices_that_steps_count(what):
+    """What steps read and write at counted indices are xs and ys of a scan, with the bits of the plain loop."""
+    f, taken = COUNTED[what]
+    plain, own, names = both(f, LONG)
+    assert ("scan" in names) == taken
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(own), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
 
 
 join = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])

@@ -13,11 +13,11 @@ import threading
 
 from jax import lax
 
-from jaxkern._accelerate import gate, registration
+from jaxkern._accelerate import gate, numbers, registration
 from jaxkern._accelerate.program import Program
 from jaxkern._core import algorithms, compat, compat_lowering, decisions, stablehlo, switch
 from jaxkern._core.cpp import Unsupported
-from jaxkern._engines.loops import lowering, rewrites, while_lowering
+from jaxkern._engines.loops import counted, lowering, rewrites, while_lowering
 
 SCAN, WHILE = "scan", "while_loop"
 LABEL = "the body"
@@ -58,9 +58,11 @@ def _take(operation, plain, ctx, avals, decision, read, decide, emit):
     if taken and (refusal := switch.refusal(ctx, settings)):
         taken, why = False, refusal
     size = sum(map(stablehlo.size, (*avals, *ctx.avals_out))) if taken else 0
-    if not record(taken, why, bytes=size) or "cuda" not in compat_lowering.platforms(ctx):
+    if not record(taken, why, bytes=size):
         return plain()
-    return emit(loop)
+    if "cuda" in compat_lowering.platforms(ctx):
+        return emit(loop)
+    return lowering.by_xla(loop) if loop.counted else plain()
 
 
 @switch.own_promotion
@@ -69,11 +71,24 @@ def _scan(plain, ctx, *operands, **params):
     plain = functools.partial(_by_jax, plain, ctx, *operands, **params)
     if not switch.wanted(SCAN) or compat.calls(jaxpr, lowering.loop_p.name):
         return plain()
-    read = lambda: lowering.of_scan(ctx, operands, params, LABEL)
+    closed, counts = params["jaxpr"], compat.counts_of_scan(params)
+    read = functools.partial(_read, ctx, operands, closed, *counts, params["length"], params["reverse"])
     unroll = params["length"] if params["unroll"] is True else int(params["unroll"])
     emit = functools.partial(lowering.emit, ctx, operands)
     decision = gate.steps(params["length"], unroll)
     return _take(SCAN, plain, ctx, list(ctx.avals_in), decision, read, _counted(params["length"]), emit)
+
+
+def _read(ctx, operands, closed, num_consts, num_carry, length, reverse):
+    """A loop as kernels, if need be with what its steps read and write at their indices as xs and ys."""
+    body = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()), num_consts, num_carry, length, reverse
+    try:
+        return lowering.read(ctx, operands, *body, LABEL)
+    except Unsupported:
+        found = counted.find(*body, lambda k: numbers.known(Program.of(ctx).value(operands[k])))
+        if found is None:
+            raise
+        return lowering.read_counted(ctx, operands, found, LABEL)
 
 
 def _counted(length):
@@ -108,9 +123,7 @@ def _while(plain, ctx, *operands, **params):
     own, body = params["cond_nconsts"], params["body_jaxpr"]
     inner = ctx.replace(avals_in=ctx.avals_in[own:])
     carry = len(operands) - own - params["body_nconsts"]
-    read = lambda: lowering.read(
-        inner, operands[own:], body.jaxpr, body.consts, params["body_nconsts"], carry, count, False, LABEL
-    )
+    read = functools.partial(_read, inner, operands[own:], body, params["body_nconsts"], carry, count, False)
     emit = functools.partial(lowering.emit, inner, operands[own:])
     return _take(SCAN, plain, ctx, list(inner.avals_in), gate.steps(count, 1), read, _counted(count), emit)
 

@@ -27,7 +27,7 @@ CUSTOM = (*CUSTOM_JVP, "custom_vjp_call", "custom_vjp_call_jaxpr")
 IDENTITIES = ("copy", "copy_p", "optimization_barrier", "tie", "pvary", "pcast", "broadcast_in_dim", "reshape")
 IDENTITIES += ("squeeze", "expand_dims", "transpose", "mesh_cast", "reshard", "name")
 REDUCTIONS = tuple(f"reduce_{name}" for name in ("sum", "prod", "max", "min", "and", "or", "xor"))  # of one element
-_CONTEXTS = ("pvary", "pcast", "mesh_cast", "reshard")  # say where a program runs
+CONTEXTS = ("pvary", "pcast", "mesh_cast", "reshard")  # say where a program runs
 _ON_BITS = ("bitcast_convert_type", "nextafter")
 KERNEL = "jaxkern_elementwise_kernel"
 
@@ -118,7 +118,7 @@ def evaluate_equation(e, operands) -> list:
         return evaluate(closed.jaxpr, closed.consts, operands)
     if references.get(e.primitive) is not None:
         return list(map(_widened, in_jnp(e, *operands)))
-    if name in (*_CONTEXTS, *REDUCTIONS):
+    if name in (*CONTEXTS, *REDUCTIONS):
         return operands
     narrow = any(_is_narrow(v.aval.dtype) for v in (*e.invars, *e.outvars))
     if not narrow and not any(map(has_narrow, inner_jaxprs(e))):

@@ -32,7 +32,9 @@ def rewritten(e, known):
     if name == "scatter" and known[1] is not None and e.invars[1].aval.shape == (1,) and len(_axes(e)) == 1:
         return _put_at(e, int(known[1][0]))
     if name in ("gather", "scatter", "scatter-add"):
-        return (_gather if name == "gather" else _scatter)(e) if may(e) else None
+        if not may(e) or shape[_axes(e)[0]] > MOST:
+            return None
+        return (_gather if name == "gather" else _scatter)(e)
     if name not in ("dynamic_slice", "dynamic_update_slice"):
         return None
     sizes = e.params["slice_sizes"] if name == "dynamic_slice" else e.invars[1].aval.shape
@@ -69,20 +71,20 @@ def _moving(e) -> list:
 
 def _axes(e) -> tuple:
     """The axes of the array along which the indices of a gather or scatter choose."""
-    every, sizes = _counted(e), _sizes(e)
+    every, sizes = counted_axes(e), window_sizes(e)
     if not _clips(e) or len(every) == 1:
         return every
     # A dynamic slice under vmap has an index for each axis. Along a whole one it is 0.
     return tuple(a for a in every if sizes[a] != e.invars[0].aval.shape[a])
 
 
-def _counted(e) -> tuple:
+def counted_axes(e) -> tuple:
     """The axes that the numbers of an index count along."""
     dims = e.params["dimension_numbers"]
     return dims.start_index_map if e.primitive.name == "gather" else dims.scatter_dims_to_operand_dims
 
 
-def _sizes(e) -> tuple:
+def window_sizes(e) -> tuple:
     """How many elements along each axis of the array a gather reads, or a scatter updates, at an index."""
     if e.primitive.name == "gather":
         return e.params["slice_sizes"]
@@ -113,7 +115,7 @@ def _put(x, u, first):
 def _put_at(e, index):
     """A scatter at one index that is known."""
     shape, dims, (along,) = e.invars[0].aval.shape, e.params["dimension_numbers"], _axes(e)
-    sizes = _sizes(e)
+    sizes = window_sizes(e)
     if dims.operand_batching_dims or any(n != whole for a, (n, whole) in enumerate(zip(sizes, shape)) if a != along):
         return None
     if e.params["mode"] == lax.GatherScatterMode.CLIP:
@@ -157,7 +159,7 @@ def _gather(e):
         fill = jnp.iinfo(dtype).max if is_a(np.unsignedinteger) else fill
 
     def f(x, index):
-        index = _signed(index[..., _counted(e).index(along)], n)
+        index = _signed(index[..., counted_axes(e).index(along)], n)
         inside = _spread((index >= 0) & (index < n), batch, out)
         index = _spread(_within(index, n) if _clips(e) else index, batch, (*out, n))
         # An axis that is chosen from and stays has size 1 in the result.
@@ -204,7 +206,7 @@ def _scatter(e):
     over, n = tuple(range(len(x), len(shape))), x[along]
 
     def f(x, index, u):
-        index = _signed(index[..., _counted(e).index(along)], n)
+        index = _signed(index[..., counted_axes(e).index(along)], n)
         if e.params["mode"] == lax.GatherScatterMode.CLIP:
             index = _within(index, n)
         which = _spread(index, index_places, shape) == lax.broadcasted_iota(index.dtype, shape, along)

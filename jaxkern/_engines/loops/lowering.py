@@ -54,6 +54,7 @@ class Loop(typing.NamedTuple):
 
     sources: {position of an operand: the array that is read in its place, see Core.orders}.
     parts: (ahead.Part, its Loop) of each of two kernels; core and launches are None then.
+    counted: (Counted, context and operands of the loop, context and operands of its scan), if this is a scan in place of a loop.
     """
 
     program: Program
@@ -62,6 +63,7 @@ class Loop(typing.NamedTuple):
     length: int
     sources: dict = {}
     parts: tuple = ()
+    counted: tuple = ()
 
 
 def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, label) -> Loop:
@@ -89,6 +91,24 @@ def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
             return _in_teams(operands, *body, length, reverse, label)
         except Unsupported as of_rows:
             raise _of_both(jaxpr, of_lanes, of_rows) from None
+
+
+def read_counted(ctx, operands, found, label) -> Loop:
+    """The same as `read`, for the scan that takes the place of a loop; see counted.py."""
+    jaxpr, consts = found.jaxpr.jaxpr, found.jaxpr.consts
+    if not have_elements([v.aval for v in (*jaxpr.invars, *jaxpr.outvars)]):
+        raise Unsupported(f"{label}: arrays without elements")
+    check(jaxpr, consts, found.num_carry, 0, label, found.num_consts)  # before anything is emitted
+    ctx = ctx.replace(avals_in=list(map(compat.not_varying, ctx.avals_in)))
+    given = jax.eval_shape(found.before, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_in))
+    avals_in = [jax.core.ShapedArray(a.shape, a.dtype) for a in given]
+    operands_in = _in_jnp(ctx, found.before, ctx.avals_in, operands)
+    steps = [v.aval.update(shape=(found.length, *v.aval.shape)) for v in jaxpr.outvars[found.num_carry :]]
+    avals_out = [*(v.aval for v in jaxpr.outvars[: found.num_carry]), *steps]
+    inner = ctx.replace(avals_in=avals_in, avals_out=avals_out)
+    counts = found.num_consts, found.num_carry
+    loop = read(inner, operands_in, jaxpr, consts, *counts, found.length, found.reverse, label)
+    return loop._replace(counted=(found, ctx, operands, inner, operands_in))
 
 
 def _of_both(jaxpr, of_lanes, of_rows) -> Unsupported:
@@ -142,12 +162,12 @@ def _planned(program, length, reverse, sources=None, orders=None, zeros=()) -> L
     return Loop(program, core, launches, length, sources or {})
 
 
-def check(jaxpr, consts, num_carry, length, label) -> None:
-    """Raises Unsupported, which says why, unless the body of a scan, without constants, is one of a kernel.
+def check(jaxpr, consts, num_carry, length, label, num_consts=0) -> None:
+    """Raises Unsupported, which says why, unless the body of a scan is one of a kernel.
 
     The answer does not depend on the GPU of this machine: one like an H200 is assumed where it matters.
     """
-    body = jaxpr, consts, 0, num_carry, label
+    body = jaxpr, consts, num_consts, num_carry, label
     avals = [v.aval for v in (*jaxpr.invars, *jaxpr.outvars)]
     is_planned = isinstance(length, int) and length and are_known(avals) and have_elements(avals)
     try:
@@ -271,6 +291,11 @@ def _is_read_in_runs(permutation, dims, dtype) -> bool:
 
 def emit(ctx, operands, loop, target=TARGET) -> list:
     """Emits the kernels of a loop; returns the results of the scan, or of the while loop."""
+    if loop.counted:
+        found, ctx, operands, inner, given = loop.counted
+        results = emit(inner, given, loop._replace(counted=()), target)
+        after = lambda *xs: found.after(xs[: len(operands)], xs[len(operands) :])
+        return _in_jnp(ctx, after, [*ctx.avals_in, *inner.avals_out], [*operands, *results])
     program = loop.program
     avals = list(map(compat.physical, ctx.avals_in))
     if program.captured or any(program.operand_parts):
@@ -285,6 +310,12 @@ def emit(ctx, operands, loop, target=TARGET) -> list:
     else:
         found = _kernel(ctx, loop, operands, avals, types, target)
     return _in_jnp(ctx, lambda *ys: program.join(ys), types, found) if any(program.result_parts) else found
+
+
+def by_xla(loop) -> list:
+    """The results of a loop with `counted`, whose scan XLA runs."""
+    found, ctx, operands, *_ = loop.counted
+    return _in_jnp(ctx, found.run, ctx.avals_in, operands)
 
 
 def _in_jnp(ctx, f, avals, operands) -> list:

@@ -162,7 +162,7 @@ def fixed_count(params, known) -> int | None:
         if side == 1:
             name = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "ne": "ne"}[name]
         first = known(num_cond + num_body + counter)
-        by = _increment(body, num_body + counter, counter)
+        by = increment(body, num_body + counter, counter)
         if first is None or not by or not jnp.issubdtype(test.invars[side].aval.dtype, jnp.integer):
             return None
         first, bound = int(first), int(bound)
@@ -181,7 +181,7 @@ def fixed_count(params, known) -> int | None:
     return None
 
 
-def _increment(body, at, out) -> int | None:
+def increment(body, at, out) -> int | None:
     """What a body adds to one of its integers in every step."""
     made = next((e for e in body.eqns if any(v is body.outvars[out] for v in e.outvars)), None)
     if made is None or made.primitive.name not in ("add", "sub"):
