@@ -323,6 +323,7 @@ def indexed(shape, length, dtype, seed=0):
         def body(carry, k):
             s, n = carry
             chosen = jnp.take_along_axis(s, k[..., None], -1, mode="fill", fill_value=2)[..., 0]
+            chosen = jnp.where(1 / jnp.full_like(table, -0.0)[n % 7] < 0, chosen, 0)  # the sign of 0 stays
             s = (0.9 * s).at[..., 0].set(chosen * table.at[k].get(mode="clip"))
             k = n.astype(np.uint32) - np.uint32(2)  # beyond 2^31 at first
             s = s.at[..., n % 5].set(s[..., (n + 2) % 5] + jax.lax.dynamic_index_in_dim(table, k, 0, False))

@@ -96,8 +96,13 @@ def window_sizes(e) -> tuple:
 
 def _sum(which, x, axis):
     """The elements of x where `which` is true, of which there is one along an axis."""
-    chosen = jnp.where(which, x, jnp.zeros((), x.dtype))
+    chosen = jnp.where(which, x, _nothing(x.dtype))
     return jnp.any(chosen, axis) if x.dtype == np.bool_ else jnp.sum(chosen, axis, dtype=x.dtype)
+
+
+def _nothing(dtype):
+    """What changes no number that it is added to: -0.0 of floating-point numbers, since 0.0 would turn -0.0 into 0.0."""
+    return np.asarray(False) if dtype == np.bool_ else -np.zeros((), dtype)
 
 
 def _put(x, u, first):
@@ -212,7 +217,7 @@ def _scatter(e):
         which = _spread(index, index_places, shape) == lax.broadcasted_iota(index.dtype, shape, along)
         u = _spread(u, places, shape)
         if e.primitive.name == "scatter-add":
-            return x + jnp.sum(jnp.where(which, u, jnp.zeros((), u.dtype)), over, dtype=x.dtype)
+            return x + jnp.sum(jnp.where(which, u, _nothing(u.dtype)), over, dtype=x.dtype)
         drop = lambda y: lax.squeeze(y, over)
         return jnp.where(drop(which), drop(u), x)
 
