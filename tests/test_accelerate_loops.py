@@ -218,6 +218,11 @@ LEFT = {
         (spec(99, 4, 8), spec(dtype=jnp.int32)),
         "the body uses dynamic_slice at .*Pass what step i reads at i as xs of lax.scan",
     ),
+    "more steps than rows": (
+        lambda x: lax.fori_loop(0, 2**31 - 2, lambda i, s: s + x[i % 99], x[0]),
+        (spec(99, 4, 8),),
+        "the body uses dynamic_slice at ",
+    ),
     "a write at an index": (
         lambda x, k: lax.fori_loop(0, 99, lambda i, y: y.at[i * k % 99].set(x[i]), x),
         (spec(99, 4, 8), spec(dtype=jnp.int32)),

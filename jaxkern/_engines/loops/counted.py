@@ -28,6 +28,8 @@ from jaxkern._core.jaxprs import CALLS, CONTEXTS, called_jaxpr
 from jaxkern._engines.loops.counted_reader import INDEXED, Reader, even
 from jaxkern._engines.loops.program import NEVER
 
+MOST_STEPS = 1 << 24  # the numbers of each step are listed on the host: 8 bytes for each integer of the body
+
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
@@ -99,6 +101,10 @@ def find(jaxpr, consts, num_consts, num_carry, length, reverse, value) -> Counte
     Returns None if no read or write of the body moves out of it.
     """
     if not length or not all(isinstance(n, int) for v in jaxpr.invars for n in v.aval.shape):
+        return None
+    # No two steps read or write one row. So a loop with more steps than there are rows is not listed, however long it is.
+    rows = max((n for v in jaxpr.invars[: num_consts + num_carry] for n in v.aval.shape), default=0)
+    if length > min(rows, MOST_STEPS):
         return None
     equations = list(_equations(jaxpr))
     if any(map(_is_never, equations)) or not any(e.primitive.name in INDEXED for e in equations):
