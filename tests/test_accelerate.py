@@ -146,6 +146,12 @@ def scanned(x, s, r):
     return lax.scan(step, x, jnp.arange(5))[1].sum()
 
 
+def scanned_batches(x, s, r):
+    """A scan that is no kernel by itself: each step adds many rows."""
+    step = lambda c, by: (c.at[by[0]].add(c[by[1]] * 0.1), (c**2).sum())
+    return lax.scan(step, x, (s.reshape(5, -1), r.reshape(5, -1)))[1].sum()
+
+
 labels = jnp.asarray(rng.integers(0, WIDTH, NODES), jnp.int32)
 ADD, MAX = "scatter_add", "scatter_max"
 PROGRAMS = {
@@ -200,7 +206,8 @@ PROGRAMS = {
         (nodes, labels),
         [ADD],
     ),
-    "scan": (jax.value_and_grad(scanned), (nodes, senders, receivers), [ADD]),
+    "scan": (jax.value_and_grad(scanned), (nodes, senders, receivers), ["scan", "scan"]),
+    "scan of batches": (jax.value_and_grad(scanned_batches), (nodes, senders, receivers), [ADD]),
     "cond": (
         lambda x, i, u: lax.cond(x[0, 0] < 100, lambda x: x.at[i].add(u), lambda x: x, x),
         (nodes, receivers, edges),
