@@ -17,7 +17,7 @@ ELEMENTWISE = frozenset(
         "round_nearest_afz round_nearest_even rsqrt select sign sine sqrt subtract tan tanh xor"
     ).split()
 )
-# Those of them that XLA would rather store than compute in several kernels.
+# Elementwise operations that XLA would rather store than compute in several kernels.
 DEAR = frozenset(
     "atan2 cbrt cosine divide exponential exponential_minus_one log log_plus_one logistic power rsqrt sine sqrt tan tanh".split()
 )

@@ -111,7 +111,9 @@ def _given(core, shape, axis, label) -> list:
         arrays.append(lax.broadcast_in_dim(x, shape, [axes[d] for d in order]))
     for d in core.indices:
         if axes[d] == axis:
-            raise TypeError(f"{label} uses the places of elements along the axis of the scan, of which it sees two")
+            raise TypeError(
+                f"{label} uses places along the axis of the scan, where its two arguments have different ones"
+            )
         arrays.append(lax.broadcasted_iota(np.int32, shape, axes[d]))
     return arrays
 

@@ -47,7 +47,7 @@ class Counted:
     ys: dict
 
     def before(self, *operands) -> list:
-        """The operands of the scan in place of those of the loop."""
+        """The operands of the scan, from the operands of the loop."""
         first, last = self.num_consts, self.num_consts + self.of[0]
         kept = [x for k, x in enumerate(operands[first:last]) if k not in self.moved]
         late, xs = [], []
@@ -64,7 +64,7 @@ class Counted:
         return [*operands[:first], *kept, *late, *operands[last:], *xs]
 
     def after(self, operands, results) -> list:
-        """The results of the loop, of those of the scan."""
+        """The results of the loop, from the results of the scan."""
         carry, count = self.of
         kept, ys = iter(results), iter(results[self.num_carry :])
         found = [None if k in self.moved else next(kept) for k in range(carry)]

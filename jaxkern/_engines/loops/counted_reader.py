@@ -19,7 +19,7 @@ from jaxkern._engines.loops import indexing, known, rewrites
 
 MOST_LISTED = 1 << 14  # indices that a program lists; more than these count evenly
 MOST_COLUMNS = 8  # numbers of an index that is returned for each step
-MOST_BEFORE = 4  # steps before, of which rows are kept
+MOST_BEFORE = 4  # steps back to which a body may read rows that it wrote
 INDEXED = (*indexing.READS, *indexing.WRITES)
 _ADD = ("add", "add_any")
 

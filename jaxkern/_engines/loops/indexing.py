@@ -95,7 +95,7 @@ def window_sizes(e) -> tuple:
 
 
 def _sum(which, x, axis):
-    """The elements of x where `which` is true, of which there is one along an axis."""
+    """The elements of x where `which` is true: one along an axis."""
     chosen = jnp.where(which, x, _nothing(x.dtype))
     return jnp.any(chosen, axis) if x.dtype == np.bool_ else jnp.sum(chosen, axis, dtype=x.dtype)
 

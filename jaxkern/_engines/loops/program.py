@@ -28,7 +28,7 @@ from jaxkern._engines.loops import indexing, linear, pairs, parts, rewrites
 
 MOVES = (*RENAMED, "broadcast_in_dim", "transpose")
 _ADD = ("add", "add_any")
-_NUMBERS = {"lt": np.less, "add": np.add, "sub": np.subtract, "mul": np.multiply}  # of which indices are made
+_NUMBERS = {"lt": np.less, "add": np.add, "sub": np.subtract, "mul": np.multiply}  # operations that make indices
 _NUMBERS |= {"select_n": lambda which, *xs: xs[int(which)]}
 MOST_REPEATED = 600  # equations of a loop in the body
 NEVER = frozenset(
