@@ -547,6 +547,11 @@ def test_symbolic_shapes_stay():
     with forced:
         exported = jax.export.export(f)(*shapes)
     close(f(edges, receivers), exported.call(edges, receivers))
+    g = jax.jit(lambda x, i: lax.scan(lambda c, i: (c + 1, nodes[c % NODES] * nodes[i]), 0, i)[1])
+    for context in (jaxkern.accelerate(export=True), jaxkern.accelerate(force=True, export=True)):
+        with context:  # a loop of as many steps as there are indices
+            exported = jax.export.export(g, platforms=["cuda"])(*shapes)
+        assert "@jaxkern" not in exported.mlir_module()
 
 
 def test_a_mesh_without_devices():

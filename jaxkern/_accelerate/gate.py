@@ -303,6 +303,8 @@ def alone(p: Scatter, ordered: bool) -> bool:
 
 def steps(length: int, unroll: int) -> tuple[bool, str]:
     """Whether a loop of this many steps is taken, if XLA runs `unroll` steps at once."""
+    if not isinstance(length, int):
+        return False, "a symbolic number of steps"
     if not length:
         return False, "a loop of no steps"
     count = -(-length // max(unroll, 1))

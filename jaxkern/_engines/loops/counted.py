@@ -100,11 +100,11 @@ def find(jaxpr, consts, num_consts, num_carry, length, reverse, value) -> Counte
 
     Returns None if no read or write of the body moves out of it.
     """
-    if not length or not all(isinstance(n, int) for v in jaxpr.invars for n in v.aval.shape):
+    if not all(isinstance(n, int) for n in (length, *(n for v in jaxpr.invars for n in v.aval.shape))):
         return None
     # No two steps read or write one row. So a loop with more steps than there are rows is not listed, however long it is.
     rows = max((n for v in jaxpr.invars[: num_consts + num_carry] for n in v.aval.shape), default=0)
-    if length > min(rows, MOST_STEPS):
+    if not 0 < length <= min(rows, MOST_STEPS):
         return None
     equations = list(_equations(jaxpr))
     if any(map(_is_never, equations)) or not any(e.primitive.name in INDEXED for e in equations):
