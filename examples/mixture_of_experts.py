@@ -60,7 +60,7 @@ def layer(params, x, chosen, slot, slots):
 
 
 def layer_of_masks(params, x, chosen, slot, slots):
-    mask = jax.nn.one_hot(slot, slots)  # [tokens, CHOSEN, slots]; slot -1 gives a row of zeros
+    mask = jax.nn.one_hot(slot, slots)  # [tokens, CHOSEN, slots]; all zeros where the slot is -1
     outside = run_experts(params, jnp.einsum("tks,td->sd", mask, x))
     return jnp.einsum("tks,tk,sd->td", mask, weigh(params, x, chosen), outside)
 

@@ -250,7 +250,7 @@ def explain(f: Callable, platform: str = "cuda", **jit_options: typing.Any) -> C
 
     Args:
         f: a callable, jitted or not: a function, a method, `equinox.filter_jit(f)`, a partial function.
-        platform: what to compile for; a GPU need not be there.
+        platform: what to compile for; a GPU need not be there, unless `f` has callbacks such as `jax.debug.print`.
         jit_options: for `jax.jit`, such as static_argnums, if `f` is not jitted. Without them, arrays and
             `jax.ShapeDtypeStruct` among the arguments, and in pytrees of them, are traced; all else is passed as it is.
 

@@ -246,6 +246,22 @@ def test_gradient_of_a_maximum_finds_it(dtype):
     check(gradient(f), *args, rtol=2e-5 if dtype == jnp.float32 else 3e-2)
 
 
+# Constants in another type than they were written in: 256 + NODES is NODES in 8 bits, and -2^31 is 0 in 16.
+CONVERTED = {
+    "negative indices": lambda of: jax.ops.segment_sum(
+        edges, jnp.where(receivers < 0, receivers + of(256 + NODES, jnp.uint8, receivers.shape), receivers), 256 + NODES
+    ),
+    "a start": lambda of: of(-(2**31), jnp.int16, (NODES, 8)).at[receivers].max(jnp.full((EDGES, 8), -5)),
+    "too large": lambda of: of(np.float32(3e9), jnp.int32, (NODES, 8)).at[receivers].max(jnp.full((EDGES, 8), 5)),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_constants_have_the_values_of_their_types(name):
+    of = lambda number, dtype, shape: lax.convert_element_type(lax.full(shape, number).astype(dtype), jnp.int32)
+    check(lambda: CONVERTED[name](of), forced=unordered)
+
+
 def test_16_bit_operations_are_rounded():
     """They are rounded as in NumPy: a float16 that overflows overflows here too, and digits below the last one are lost."""
     x = np.array([[300, 3.3], [1, 1], [300, 5.3]], np.float16)

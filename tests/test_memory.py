@@ -25,6 +25,8 @@ NEEDS = {
     "kept for the gradient": (jax.grad(lambda x, y: jnp.tanh(x @ y).sum()), 3),
     "in a function": (lambda x, y: jax.jit(lambda z: (z @ z) @ (z @ z))(x + y), 3),
     "a loop": (lambda x, y: jax.lax.scan(lambda c, _: ((c @ y) @ (c @ y), c), x, None, length=8)[1], 11),
+    "in functions of elements": (lambda x, y: jnp.where(jax.nn.silu(2 * x) > 0, y, jax.nn.relu(x + 1)) + 1, 3),
+    "a maximum": (lambda x, y: (x.at[jnp.arange(512) * 7 % 512].max(jnp.sin(y)), y), 3),
     "indices": (lambda x, y: x.at[(y[0] * 7).astype(int) % 512].add(y), 3),
 }
 

@@ -10,20 +10,37 @@ It is there until it is read last. Buffers of XLA's own are not known.
 
 import itertools
 
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxkern._accelerate.equations import FUSED, bytes_of, is_variable, variables
 from jaxkern._core import compat_lowering
+from jaxkern._core.decisions import megabytes
+from jaxkern._core.jaxprs import CALLS, CUSTOM, called_jaxpr
 
 LARGER = 1.02  # memory of a program with kernels over the plain program's, at most
 SMALL = 256 << 20  # bytes of a program that may need any more: memory is not at stake
 # XLA computes the updates and indices of a scatter where it adds them.
-SCATTERS = frozenset(f"scatter{kind}" for kind in ("", "-add", "_add", "_max", "_min", "_mul", "_sub"))
+SCATTERS = (
+    lax.scatter_p,
+    lax.scatter_add_p,
+    lax.scatter_max_p,
+    lax.scatter_min_p,
+    lax.scatter_mul_p,
+    lax.scatter_sub_p,
+)
+
+
+def fuses(e) -> bool:
+    """Whether XLA fuses an equation with those that read its results, or whose operands they make. A call, if it fuses all of it."""
+    if e.primitive.name in (*CALLS, *CUSTOM):
+        return all(map(fuses, called_jaxpr(e)[0].eqns))
+    return e.primitive.name in FUSED
 
 
 def is_fused(e, v) -> bool:
     """Whether XLA computes the array v where equation e reads it."""
-    return e.primitive.name in FUSED or (e.primitive.name in SCATTERS and v is not e.invars[0])
+    return fuses(e) or (e.primitive in SCATTERS and v is not e.invars[0])
 
 
 class Live:
@@ -37,7 +54,7 @@ class Live:
         self.during: dict = {}
         made = {v: e for e in equations for v in e.outvars}
         stored = {v for e in equations for v in variables(e) if not fused(e, v)}
-        stored.update(v for v, e in made.items() if e.primitive.name not in FUSED)
+        stored.update(v for v, e in made.items() if not fuses(e))
         stored.update(filter(is_variable, results))
         last = dict.fromkeys(filter(is_variable, results), len(equations))
         for k in reversed(range(len(equations))):
@@ -72,6 +89,11 @@ def peak(jaxpr, known=None) -> int:
                 inside[id(e)] = max(inside.get(id(e), 0), peak(inner, known) - own)
         known[id(jaxpr)] = jaxpr, Live(jaxpr.eqns, jaxpr.outvars, inside=inside).most
     return known[id(jaxpr)][1]
+
+
+def reason(more: int, plain: int) -> str:
+    """Why what stores so many bytes more than the plain program's is left."""
+    return f"would need {megabytes(more)} MB more than plain ({megabytes(plain)} MB)"
 
 
 def _inner(e):

@@ -16,6 +16,7 @@ import math
 import re
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.mlir import ir
 
 from jaxkern._core import compat_lowering, stablehlo
@@ -136,10 +137,17 @@ class Value:
     @property
     def constant(self):
         """The number that all elements are, or None if that is not known."""
-        op = self.op
-        while op is not None and op.name in ("broadcast_in_dim", "reshape", "convert"):
-            op = op.operands[0].op
-        return op.splat if op is not None and op.name == "constant" else None
+        value, types = self, []
+        while value.op is not None and value.op.name in ("broadcast_in_dim", "reshape", "convert"):
+            if value.op.name == "convert":
+                types.append(value.type)
+            value = value.op.operands[0]
+        if value.op is None or value.op.name != "constant":
+            return None
+        number = value.op.splat
+        for type in reversed([*types, value.type] if types else ()):
+            number = _converted(number, type)
+        return number
 
     @property
     def base(self):
@@ -202,6 +210,18 @@ class Value:
             computes = True
             pending += op.operands
         return computes
+
+
+def _converted(number, type):
+    """A number in the dtype of a type (shape, dtype), or None if that is not known."""
+    if number is None or type is None:
+        return None
+    dtype = type[1]
+    if isinstance(number, float) and jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        if not limits.min <= number <= limits.max:  # also NaN
+            return None
+    return np.asarray(number).astype(dtype).item()
 
 
 def _without_ones(value):

@@ -261,11 +261,11 @@ class _Program:
         estimate, problem = _estimated(function, device.this_device())
         if problem:
             return found._replace(problem=problem)
-        estimate, stored = estimate.beside(self._beside(region, operands)), self._beside(region, operands) // 2
-        most = self._live[None]
-        more = self._live[region] + stored - most
-        if stored and not force and more > (memory.LARGER - 1) * most:
-            problem = f"{estimate}; would need {decisions.megabytes(more)} MB more than plain ({decisions.megabytes(most)} MB)"
+        moved, most = self._beside(region, operands), self._live[None]
+        estimate = estimate.beside(moved)
+        more = self._live[region] + moved // 2 - most  # what is moved is written and read
+        if moved and not force and more > (memory.LARGER - 1) * most:
+            problem = f"{estimate}; {memory.reason(more, most)}"
         return found._replace(function=function, estimate=estimate, problem=problem)
 
     def _beside(self, region, operands) -> int:

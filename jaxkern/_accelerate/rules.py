@@ -289,8 +289,7 @@ def _fits(ctx, chain, problem, settings) -> tuple[bool, str]:
     stored = {value.key: size(value) for value in chain.values if value.is_computed_again}
     more = room.needed(stored)
     if stored and not room.is_there(more):
-        needs = f"would need {decisions.megabytes(more)} MB more than plain ({decisions.megabytes(room.plain)} MB)"
-        return False, f"{chain.text}; {needs}"
+        return False, f"{chain.text}; {memory.reason(more, room.plain)}"
     room.values |= stored
     return True, chain.text
 

@@ -24,8 +24,10 @@ def is_named(e) -> bool:
 
 
 def of(e) -> tuple[Search, bool] | None:
-    """(the search that an equation is, whether XLA takes more kernels for it than one or two); None if it is no search, or one in several
-    arrays."""
+    """(the search that an equation is, whether XLA takes more kernels for it than one or two).
+
+    None if it is no search, or one in several arrays.
+    """
     if not is_named(e) or not compat_rewriting.is_inlinable(e) or len(e.invars) != 2 or len(e.outvars) != 1:
         return None
     array, queries = (v.aval for v in e.invars)
