@@ -56,7 +56,10 @@ from jaxkern.source import source
 from jaxkern.sparse import embedding_bag, graph_attention, moe_combine, moe_dispatch, spmm, spmm_graph
 from jaxkern.while_loop import while_loop
 
-if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from a table
+if typing.TYPE_CHECKING:  # what is found when it is used; the functions of `elementwise` are made from a table
+    from jaxkern import equinox as equinox
+    from jaxkern import nnx as nnx
+    from jaxkern import optax as optax
     from jaxkern.elementwise import __getattr__ as __getattr__
 else:
 

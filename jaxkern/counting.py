@@ -144,9 +144,9 @@ def _histogram(x, edges, limits, weights, bins, density):
     edges = (jnp.histogram_bin_edges(x, bins, limits) if edges is None else edges).astype(x.dtype)
     at = searchsorted(edges, x, "right")
     at = jnp.where(x == edges[-1], len(edges) - 1, at)
-    counts = bincount(at, len(edges), weights)[1:]
     dtype = x.dtype if weights is None else weights.dtype
-    if density:  # neither the sum nor the widths of bins need fit into 16 bits
-        wide = counts if jnp.issubdtype(dtype, jnp.complexfloating) else counts.astype(computing(dtype))
-        counts = wide / (jnp.sum(wide) * jnp.diff(edges.astype(computing(edges.dtype))))
+    wide = computing(dtype) if density else dtype  # neither sums nor the widths of bins need fit into 16 bits
+    counts = bincount(at, len(edges), weights if weights is None else weights.astype(wide))[1:].astype(wide)
+    if density:
+        counts /= jnp.sum(counts) * jnp.diff(edges.astype(computing(edges.dtype)))
     return counts.astype(dtype), edges

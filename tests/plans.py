@@ -74,11 +74,14 @@ def of_each_kind(kernels) -> list:
 
 
 def compile_kernels(kernels, capability) -> None:
-    """Compiles these (header, name), kernels of one header in one program: NVRTC spends most of its time reading headers."""
-    by_header = collections.defaultdict(set)
+    """Compiles these (header, name), kernels of one header in one program: NVRTC spends most of its time reading headers.
+
+    Kernels of 16-bit types have a program of their own, since others do not get CUDA's headers of these types (runtime/nvrtc.cc).
+    """
+    programs = collections.defaultdict(set)
     for header, name in kernels:
-        by_header[header].add(name)
-    for header, (first, *others) in by_header.items():
+        programs[header, "half" in name or "float16" in name].add(name)
+    for (header, _), (first, *others) in programs.items():
         source = "template <auto kernel> struct Used {};\n" + "".join(f"template struct Used<&{n}>;\n" for n in others)
         image, *_ = registry.kernels.module.compile(header, first, capability, source)
         assert len(set(re.findall(rb"\.text\.(\w+)", image))) == len(others) + 1

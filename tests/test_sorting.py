@@ -338,8 +338,10 @@ def test_histograms(bins, limits, weights):
             assert a.dtype == b.dtype
 
 
-def test_densities_of_sums_that_exceed_16_bits():
-    density, edges = jaxkern.histogram(jnp.zeros(70000, jnp.float16), 2, (-3e4, 3e4), density=True)
+@pytest.mark.parametrize("n, weight", [(70000, None), (4, 4e4)])
+def test_densities_of_sums_that_exceed_16_bits(n, weight):
+    weights = None if weight is None else jnp.full(n, weight, jnp.float16)
+    density, edges = jaxkern.histogram(jnp.zeros(n, jnp.float16), 2, (-3e4, 3e4), weights, density=True)
     np.testing.assert_allclose(density.astype(jnp.float32), [0, 1 / 3e4], rtol=1e-2)
     assert density.dtype == edges.dtype == jnp.float16
 

@@ -22,8 +22,7 @@ namespace jaxkern {
 
 constexpr int kColumnThreads = 256;
 constexpr int kColumnParts = 4;
-// Rows whose exponentials share one rescaling. With a mask, unrolling four rows of eight columns takes ptxas seconds to
-// compile.
+// Rows whose exponentials share one rescaling.
 constexpr int kColumnUnroll = 4;
 
 // ---- the tile in registers

@@ -540,7 +540,7 @@ template <class T_, bool kLog> struct FusedBackward {
     bool skipped[kPacks] = {};
 
     __device__ __forceinline__ void Skip(int i) { skipped[i] = true; }
-    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool) {
+    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw) {
 #pragma unroll
       for (int j = 0; j < N; ++j) held[i][j] = v[0][j];
       cotangent[i] = raw[1];

@@ -18,8 +18,8 @@
 //     MergeLanes   merges the Stats of aligned groups of lanes
 //     Finish       turns the Stat of the whole row into the Final that Map needs
 //     Map          turns a pack and the Final into the output pack
-//     Tile         holds a thread's packs of one row in registers: Set stores a pack (changed: by the mask), Reduce
-//                  returns the Stat, Localize adapts the row's Final to the warp, Get returns an output pack
+//     Tile         holds a thread's packs of one row in registers: Set stores a pack, Reduce returns the Stat,
+//                  Localize adapts the row's Final to the warp, Get returns an output pack
 // A masked element enters as Neutral(). Map turns it into Masked() if the Final is Regular().
 #pragma once
 
@@ -168,29 +168,27 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
   //
   //     kPacks, N  packs of a thread, and elements of a pack
   //     kSkips     some packs are skipped instead of Set
-  //     kAsRead    a pack that is Set and not changed consists of the elements as loaded
+  //     kAsRead    a pack that is Set consists of the elements as loaded
   template <int kPacks, int N, bool kSkips = false, bool kAsRead = true> struct Tile {
     // Find the largest element of a pack before conversion, two 16-bit elements at a time.
     static constexpr bool kByTwo = kAsRead && sizeof(T) == 2 && N % 2 == 0;
     C held[kPacks][N];
     C local_max;
     Two<T> largest[kByTwo ? kPacks : 1];
-    bool as_read = kByTwo;
     bool skipped[kPacks] = {};
 
     __device__ __forceinline__ void Skip(int i) { skipped[i] = true; }
-    __device__ __forceinline__ void Set(int i, const C (&v)[1][N], const Pack<T, N>* raw, bool changed) {
+    __device__ __forceinline__ void Set(int i, const C (&v)[1][N], const Pack<T, N>* raw) {
 #pragma unroll
       for (int j = 0; j < N; ++j) held[i][j] = v[0][j];
-      if (changed) as_read = false;
-      else if constexpr (kByTwo) largest[i] = LargestTwo<T, N>(raw[0]);
+      if constexpr (kByTwo) largest[i] = LargestTwo<T, N>(raw[0]);
     }
     // Reduces over aligned groups of kLanes lanes. `widen` may replace their maximum by the maximum of a larger group.
     template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen widen) {
       C of_pack[kPacks];
       C max = -Infinity<C>();
-      if (as_read) {
-        if constexpr (kByTwo) max = Largest<T>(Fold(largest, MaxOfTwo()));
+      if constexpr (kByTwo) {
+        max = Largest<T>(Fold(largest, MaxOfTwo()));
       } else {
 #pragma unroll
         for (int i = 0; i < kPacks; ++i) of_pack[i] = kSkips && skipped[i] ? -Infinity<C>() : Fold(held[i], MaxOf());
@@ -239,9 +237,9 @@ template <class Op, int kPacks, int N> struct PacksAsRead {
   typename Op::Stat stat = Op::Identity();
 
   __device__ __forceinline__ void Skip(int) {}
-  __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool changed) {
-    held[i][0] = changed ? Repack<T, N>(v[0]) : raw[0];
-    held[i][1] = changed ? Repack<T, N>(v[1]) : raw[1];
+  __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw) {
+    held[i][0] = raw[0];
+    held[i][1] = raw[1];
     Op::Accumulate(stat, v);
     Forget(held[i][0]);
     Forget(held[i][1]);
@@ -412,9 +410,9 @@ template <class T_, bool kColumns = false> struct FromInput {
     C local_max = -Infinity<C>();
     C sum = 0;
 
-    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool changed) {
-      held[i][0] = changed ? Repack<T, N>(v[0]) : raw[0];
-      held[i][1] = changed ? Repack<T, N>(v[1]) : raw[1];
+    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw) {
+      held[i][0] = raw[0];
+      held[i][1] = raw[1];
       local_max = Max(local_max, Fold(v[0], MaxOf()));
       sum += Fold(v[1], SumOf());
       Forget(held[i][0]);

@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpThreads : kBlockThreads,
       }
       C v[Op::kInputs][N];
       row.Values(raw[u][i], v, lane + i * lanes);
-      tile.Set(i, v, raw[u][i].data, RowOf::kChanges);
+      tile.Set(i, v, raw[u][i].data);
     }
     typename Op::Stat stat = tile.template Reduce<kGroup ? kLanes : kWarp>([](C max) {
       // float64 rows share the maximum of the block, because rescaling a warp's sum would add a rounding error. The

@@ -39,7 +39,6 @@ template <class Op, int N, class Index, bool kRagged = true> struct SoftmaxRow {
   using C = typename Op::C;
   using Params = SoftmaxParams;
   static constexpr int kPack = N;
-  static constexpr bool kChanges = false;        // Values may differ from the elements as loaded
   static constexpr bool kManyRegisters = false;  // needs more registers than two blocks of 512 threads leave
   static constexpr bool kSkips = false;          // some packs have no element that takes part; see Skips in fused.cuh
   static constexpr Index kNoStop = sizeof(Index) == 4 ? Index(INT32_MAX) : Index(INT64_MAX);

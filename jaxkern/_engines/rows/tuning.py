@@ -21,9 +21,8 @@ HALF_PACK_BYTES = 512
 SECTOR_BYTES = 32
 WARP_WORDS = 32  # of rows in a lane of a warp; beyond, a block holds the row
 BLOCK_WORDS = 64  # of rows in a thread of a block; beyond, a cluster holds the row
-FEW_THREADS = (
-    256  # of a block; fewer share a row only if each has few elements, more only where a cluster cannot hold it
-)
+# Threads of a block: fewer share a row only if each has few elements, more only where a cluster cannot hold it.
+FEW_THREADS = 256
 # Elements in a thread of a block of more than FEW_THREADS, if a cluster can hold the row [H100; log softmax, bfloat16: 98 us at 65536 columns
 # with 128 in a block, 93 at 131072 with 64 in a cluster].
 BLOCK_ELEMENTS = 64

@@ -28,10 +28,8 @@ TOP_K = Params(HEADER, "TopKArgs")
 
 ALGORITHMS = ("warp", "block", "split", "network", "sort")
 APPLIED = tuple(d for d in DTYPES if not d.startswith("float8"))  # of operands and results of functions
-SORTS = {
-    "network": "network",
-    "sort": "block",
-}  # the algorithms that sort whole rows: their names here and in sort_rows.py
+# The algorithms that sort whole rows: their names here and in sort_rows.py.
+SORTS = {"network": "network", "sort": "block"}
 THREADS, ROWS = 256, 8  # of a block
 RESIDENT = 4  # blocks that a multiprocessor holds: each has 41 KB of shared memory, and 64 registers in a thread
 MOST = 2048  # the greatest k of a selection: half of the 4096 elements that a block holds are to be other candidates
