@@ -401,3 +401,23 @@ def test_number_of_values():
         ValueError, match=r"jaxkern.discounted_returns: bootstrap of shape \(3,\) does not broadcast to \(4,\)"
     ):
         jaxkern.discounted_returns(ones, 0.9, bootstrap=jnp.ones(3))
+
+
+SYMBOLIC = {
+    "cumsum": lambda x: jaxkern.cumsum(x, 0, reverse=True, exclusive=True),
+    "cumlogsumexp": lambda x: jaxkern.cumlogsumexp(x, 0, exclusive=True),
+    "segments": lambda x: jaxkern.cummax(x, 0, segment_ids=jnp.arange(x.shape[0]) // 2),
+    "exponential_moving_average": lambda x: jaxkern.exponential_moving_average(x, 0.5),
+    "quantize_rows": lambda x: jaxkern.quantize_rows(x, jnp.int8),
+    "gradient": jax.grad(lambda x: jnp.sum(jnp.sin(jaxkern.cumprod(x, 0)))),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_a_symbolic_number_of_steps(name):
+    f = jax.jit(SYMBOLIC[name])
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("steps, 2"), jnp.float32)
+    exported = jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=jaxkern.export_checks())(shape)
+    x = numbers("float32", (7, 2))
+    for found, wanted in zip(jax.tree.leaves(exported.call(x)), jax.tree.leaves(f(x)), strict=True):
+        np.testing.assert_allclose(found, wanted, 2e-6, 2e-6)

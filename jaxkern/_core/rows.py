@@ -178,7 +178,7 @@ MANY = 1 << 16  # elements
 
 
 def worthwhile(x) -> bool:
-    """Whether x is large enough for `unless_nan` to save time."""
+    """Whether x is so large that computing it twice where a result is NaN, as `unless_nan` does, saves time."""
     return all(isinstance(n, int) for n in x.shape) and x.size >= MANY
 
 

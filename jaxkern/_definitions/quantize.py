@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxkern._core.algorithms import forced
-from jaxkern._core.rows import MANY
+from jaxkern._core.rows import worthwhile
 from jaxkern._definitions.traced import row_function, runner
 from jaxkern._engines.rows.primitive import apply, define
 
@@ -107,7 +107,7 @@ def quantize(x, *given, dtype, over=(), mark=None):
 def on_cpu(f, marks, x, *rest, **params):
     """What XLA:CPU runs for `f`: with a mark, which its result number `marks` shows for rows that are not finite; then f itself."""
     exact = functools.partial(f, x, *rest, **params, mark=False)
-    if x.size < MANY:
+    if not worthwhile(x):
         return exact()
     found = f(x, *rest, **params, mark=True)
     return lax.cond(jnp.isnan(jnp.sum(found[marks])), exact, lambda: found)

@@ -274,5 +274,6 @@ class _Steps:
             new, y = body(carry, *each)
             return jax.tree.map(lambda new, old: validate.split_like(new, jax.typeof(old)), new, carry), y
 
-        ys = loop(step, init, xs, length=steps, reverse=reverse)[1]
+        # A symbolic number of steps cannot be given.
+        ys = loop(step, init, xs, length=None if xs else steps, reverse=reverse)[1]
         return jnp.moveaxis(ys, 0, self.axis)

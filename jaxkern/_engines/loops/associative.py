@@ -173,12 +173,28 @@ def _with_captured(functions, captured, xs, first, axis, reverse):
 
 def _scanned(element, combine, finish, dtypes, first, xs, axis, reverse):
     states = element(*xs)
-    if xs[0].shape[axis]:
-        join = lambda a, b: combine(*a, *b)
+    n = xs[0].shape[axis]
+    join = lambda a, b: combine(*a, *b)
+    if not isinstance(n, int):
+        states = _in_turn(join, states, axis, reverse)
+    elif n:
         states = lax.associative_scan(join, states, reverse=reverse, axis=axis)
     if first is not None:
         states = [_moved(s, c, axis, reverse) for s, c in zip(states, first)]
     return finish(*states, *xs)
+
+
+def _in_turn(join, states, axis, reverse):
+    """The states of a symbolic number of steps, which lax.associative_scan does not take."""
+    states = [jnp.moveaxis(s, axis, 0) for s in states]
+
+    def step(carry, own):
+        begun, before = carry
+        state = [jnp.where(begun, j, s) for j, s in zip(join(before, own), own)]
+        return (jnp.bool_(True), state), state
+
+    found = lax.scan(step, (jnp.bool_(False), [s[0] for s in states]), states, reverse=reverse)[1]
+    return [jnp.moveaxis(s, 0, axis) for s in found]
 
 
 def _moved(x, first, axis, reverse):
