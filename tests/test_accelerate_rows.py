@@ -282,6 +282,35 @@ def test_operands_of_called_functions(fused):
     assert found.bytes == pytest.approx((5 if fused else 3) * 8192 * 1024 * 4, rel=0.01)
 
 
+# Arrays in pieces, and of pieces, by primitives of their own and by slices, concatenations and broadcasts.
+PIECES = {
+    "split": (lambda x: jnp.split(x, 2, -1), lambda x: [x[:, :2048], x[:, 2048:]]),
+    "unstack": (lambda x: jnp.unstack(x.reshape(2, -1, 4096)), lambda x: [x[:2048], x[2048:]]),
+    "stack": (
+        lambda x: [jnp.stack([x, jnp.sin(x)])],
+        lambda x: [jnp.concatenate([x[None], jnp.sin(x)[None]])],
+    ),
+    "tile": (
+        lambda x: [jnp.tile(x, (2, 1))],
+        lambda x: [jnp.broadcast_to(x[None], (2, *x.shape)).reshape(-1, x.shape[-1])],
+    ),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_are_not_stored(name):
+    """XLA cuts and joins arrays where it reads them, however the program says it."""
+    given, plainly = (
+        regions(
+            lambda x: [rms_norm(piece, 1) for piece in f(x @ jnp.ones((1024, 4096)))], spec(4096, 1024), platform="cuda"
+        )
+        for f in PIECES[name]
+    )
+    assert given and "for arrays that XLA does not store" in given[0].reason, given
+    assert [d.reason.split(";")[1] for d in given] == [d.reason.split(";")[1] for d in plainly]
+
+
 @needs_kernels
 def test_what_is_compared_is_not_computed_again():
     """Another rounding of x might have no element that reaches the least of its largest ones."""

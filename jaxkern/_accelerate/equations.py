@@ -17,7 +17,8 @@ CHEAP = ELEMENTWISE | SAME | RENAMING | {"iota"}  # equations that are computed 
 FUSED = (
     CHEAP
     | REDUCING
-    | set("transpose slice pad gather concatenate dynamic_slice dynamic_update_slice rev random_bits".split())
+    | set("transpose slice split unstack pad gather concatenate stack tile".split())
+    | set("dynamic_slice dynamic_update_slice rev random_bits".split())
 )
 PICKS = frozenset({"gather", "scatter-add", "scatter_add"})
 DTYPES = frozenset(map(jnp.dtype, CUDA_TYPES))
