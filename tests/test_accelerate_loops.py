@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern._core import launch, registry
+from jaxkern._core import compat, launch, registry
 
 needs_kernels = pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
 
@@ -218,6 +218,11 @@ LEFT = {
         (spec(99, 4, 8), spec(dtype=jnp.int32)),
         "the body uses dynamic_slice at .*Pass what step i reads at i as xs of lax.scan",
     ),
+    "a function of one element": (
+        lambda x: lax.scan(lambda h, x: (h.at[0].apply(jnp.sin) + x, None), x[0], x)[0],
+        (X,),
+        "the body uses scatter at ",
+    ),
     "more steps than rows": (
         lambda x: lax.fori_loop(0, 2**31 - 2, lambda i, s: s + x[i % 99], x[0]),
         (spec(99, 4, 8),),
@@ -271,6 +276,16 @@ def several(x):
     return lax.fori_loop(0, 80, body, (0, jnp.zeros(80, jnp.int32), jnp.zeros(80, bool)))
 
 
+def added_twice(x):
+    """The second carry keeps half of what the first one keeps."""
+
+    def body(i, carry):
+        row = jnp.zeros_like(x).at[i].add(x[i])
+        return carry[0] + row, (carry[1] + row).at[79 - i].set(x[i])
+
+    return lax.fori_loop(0, 80, body, (x, x))
+
+
 n = 80
 # Which rows steps read and write, and whether the loop is taken.
 COUNTED = {
@@ -299,6 +314,9 @@ COUNTED = {
     "written twice": (fori(1, n, lambda i, y, x: y.at[i].set(x[i]).at[i - 1].set(x[i - 1])), False),
     "clamped writes": (fori(0, n, lambda i, y, x: lax.dynamic_update_index_in_dim(y, x[i], i + 3, 0)), False),
     "dropped writes": (fori(0, n, at(lambda i: i + 3, lambda i, y, x: x[i])), False),
+    "a function of a row": (fori(0, n, lambda i, y, x: y.at[i].apply(jnp.sin)), False),
+    "an index that is an array": (fori(0, n, lambda i, y, x: y.at[i[None]].set(x[i][None])), False),
+    "added to two carries": (added_twice, False),
     "columns": (fori(0, n, lambda i, y, x: y.at[:, i].set(x[i, 2]), jnp.zeros((8, n))), True),
     "integers and booleans": (several, True),
     "16 bits": (lambda x: stored(x[0].astype(jnp.bfloat16), x.astype(jnp.bfloat16)), True),
@@ -377,6 +395,8 @@ def test_settings():
     assert not jaxkern.explain(counted)(X, jnp.int32(9)).taken
     with jaxkern.algorithms.force_xla():
         assert not jaxkern.explain(lambda x: decays(x))(X)
+    with jax.disable_jit():  # rules are registered when jaxkern is imported, under JAX_DISABLE_JIT=1 too
+        assert compat.scan_primitive().name == "scan"
 
 
 @pytest.mark.parametrize("bound", [(0, 40, 1), (5, 26, 4), (7, 7, 1), (9, 2, 1), (30, -1, -3)])
@@ -408,7 +428,7 @@ def test_unsigned_indices():
 
 
 def test_several_devices():
-    """Left where lanes are split; each device has its own kernel in shard_map."""
+    """Left where lanes are split, and where types say how; each device has its own kernel in shard_map."""
     m = jax.make_mesh((1,), ("r",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     mapped = jax.shard_map(decays, mesh=m, in_specs=P(None, "r"), out_specs=P(None, "r"))
     plain, own, taken = both(mapped, X)
@@ -416,6 +436,11 @@ def test_several_devices():
     assert taken == ["scan"]
     x = jax.device_put(X, NamedSharding(m, P(None, "r")))
     plain, own, _ = both(decays, x)
+    close(plain, own)
+    m = jax.make_mesh((1,), ("r",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
+    with jax.set_mesh(m):  # whose axes are in the types of the body
+        writes = lambda x: lax.fori_loop(1, 80, lambda i, y: y.at[i].set(jnp.sin(y[i - 1])), x)
+        plain, own, _ = both(loss(writes), jax.device_put(LONG, P(None, "r")))
     close(plain, own)
 
 

@@ -85,7 +85,8 @@ def _read(ctx, operands, closed, num_consts, num_carry, length, reverse):
     try:
         return lowering.read(ctx, operands, *body, LABEL)
     except Unsupported:
-        found = counted.find(*body, lambda k: numbers.known(Program.of(ctx).value(operands[k])))
+        known: dict = {}
+        found = counted.find(*body, lambda k: numbers.known(Program.of(ctx).value(operands[k]), known))
         if found is None:
             raise
         return lowering.read_counted(ctx, operands, found, LABEL)

@@ -12,9 +12,18 @@ _COMPARED = {"EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_eq
 _COMPARED |= {"GT": np.greater, "GE": np.greater_equal}
 
 
-def known(value, most=MOST):
-    """The number or the array of integers that a `program.Value` is; None if it is not known."""
-    if value.type is None or not most:
+def known(value, found, most=MOST):
+    """The number or the array of integers that a `program.Value` is; None if it is not known.
+
+    found: {Value: what this function returned}, to which it adds: values that share operands are computed once.
+    """
+    if value not in found:
+        found[value] = _computed(value, found, most) if most else None
+    return found[value]
+
+
+def _computed(value, found, most):
+    if value.type is None:
         return None
     shape, dtype = value.type
     if not jnp.issubdtype(dtype, jnp.integer) and dtype != np.bool_:
@@ -32,12 +41,12 @@ def known(value, most=MOST):
             return np.array(ir.DenseElementsAttr(op.ir.attributes["value"])).astype(dtype).reshape(shape)
         return None
     if value.base is not value:  # with dimensions of size 1
-        found = known(value.base, most - 1)
-        return None if found is None else found.reshape(shape)
+        base = known(value.base, found, most - 1)
+        return None if base is None else base.reshape(shape)
     f = _COMPARED.get(op.direction) if op.name == "compare" else _COMPUTED.get(op.name)
     if f is None and op.name not in ("concatenate", "convert"):
         return None
-    operands = [known(v, most - 1) for v in op.operands]
+    operands = [known(v, found, most - 1) for v in op.operands]
     if any(v is None for v in operands):
         return None
     if op.name == "concatenate":

@@ -324,7 +324,8 @@ def physical(aval):
 
 def scan_primitive():
     """The primitive of `jax.lax.scan`."""
-    return jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c, None), x, length=2)[0])(0.0).eqns[0].primitive
+    with jax.disable_jit(False):  # without jit, JAX runs a scan as a loop of Python
+        return jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c, None), x, length=2)[0])(0.0).eqns[0].primitive
 
 
 def counts_of_scan(params) -> tuple:

@@ -107,6 +107,8 @@ def find(jaxpr, consts, num_consts, num_carry, length, reverse, value) -> Counte
     if not 0 < length <= min(rows, MOST_STEPS):
         return None
     equations = list(_equations(jaxpr))
+    if any(map(_is_on_mesh, (*jaxpr.invars, *(v for e in equations for v in e.outvars)))):
+        return None
     if any(map(_is_never, equations)) or not any(e.primitive.name in INDEXED for e in equations):
         return None
     blocked: set = set()
@@ -207,6 +209,12 @@ def _equations(jaxpr):
 def _is_never(e) -> bool:
     """Whether no kernel of a loop has an equation, or it can only be traced where the axes of a mesh are known."""
     return e.primitive.name in NEVER and e.primitive.name not in INDEXED or "axis_name" in e.params
+
+
+def _is_on_mesh(v) -> bool:
+    """Whether the type of a variable names a mesh with explicit axes. The arrays that are put together here have no such types."""
+    mesh = v.aval.sharding.mesh if isinstance(v.aval, jax.core.ShapedArray) else None
+    return mesh is not None and jax.sharding.AxisType.Explicit in (mesh.axis_types or ())
 
 
 def _run(rows) -> int:

@@ -79,7 +79,7 @@ class Reader:
             if value is None and is_array and k < first + self.num_carry and k not in self.blocked:
                 value = _Array(k)
             values.append(value)
-        results = self._run(self.jaxpr, (), values, ())
+        results = self._run(self.jaxpr, [None] * len(self.jaxpr.constvars), values, ())
         for k, value in enumerate(results):
             own = first + k if k < self.num_carry else None
             is_own = isinstance(value, _Array) and own is not None and value.source == own and not value.order
@@ -92,6 +92,8 @@ class Reader:
             is_known = own is None and isinstance(value, np.ndarray) and value.dtype != np.bool_
             if is_known and 0 < value[0].size <= MOST_COLUMNS and all(map(even, value.reshape(self.length, -1).T)):
                 self.ys[k - self.num_carry] = value
+        put = [path for updates in self.moved.values() for path in updates]
+        self.blocked.update(path for path in put if put.count(path) > 1)  # what stays of it differs between carries
         for k, updates in self.moved.items():
             if first + k not in self.blocked and not self._is_known(first + k, updates):
                 self.blocked.add(first + k)
@@ -119,19 +121,12 @@ class Reader:
     def _is_known(self, k, updates) -> bool:
         """Whether a carry needs no place in memory that steps read and write; sets what of it is read and what stays."""
         own, shape = {path: self.updates[path] for path in updates}, self.jaxpr.invars[k].aval.shape
-        sets = [r for r in own.values() if not r.adds]
-        together = np.concatenate([r.rows for r in sets]) if sets else np.zeros(0, int)
-        if (
-            len({r.axis for r in own.values()}) > 1
-            or len(np.unique(together)) < len(together)
-            or len(own) < len(updates)
-        ):
-            return False
-        if any(len(np.unique(r.rows)) < self.length for r in own.values()):
-            return False
         if not own:
             return True
-        (axis,) = {r.axis for r in own.values()}
+        axis, *others = {r.axis for r in own.values()}
+        added, put = ([r.rows for r in own.values() if r.adds == adds] for adds in (True, False))
+        if others or not all(map(_differ, [*added, *(put and [np.concatenate(put)])])):
+            return False
         when = {path: self._when(r, shape[axis]) for path, r in own.items()}
         is_set = np.min([np.full(shape[axis], self.length), *(when[p] for p, r in own.items() if not r.adds)], 0)
         for path, r in own.items():
@@ -222,7 +217,7 @@ class Reader:
     def _indexed(self, e, values, path):
         """The result of an equation that reads or writes at known indices; None if it does not."""
         name, x = e.primitive.name, values[0]
-        if name not in INDEXED:
+        if name not in INDEXED or indexing.applies(e):
             return None
         place = _place(e, values)
         if place is None:
@@ -255,6 +250,11 @@ class Reader:
             self.blocked.update(value.updates)
             if value.source is not None and value.source >= self.num_consts:
                 self.blocked.add(value.source)
+
+
+def _differ(rows) -> bool:
+    """Whether no two numbers are equal."""
+    return bool(np.all(np.diff(np.sort(rows, kind="stable"))))  # which takes runs as they are
 
 
 def _steps_before(written, steps) -> int:

@@ -2,9 +2,9 @@
 
     f = rewritten(equation, known)
 
-An element that an index chooses among few is the sum of all elements that are at this index, which is one; an update at an index is
-a selection in all elements. The array's dimension is then a small one of a lane, or a row. Indices that are known, as in
-`x.at[0].set(y)`, are slices and concatenations, and the array may be long.
+To read x[i] among few elements, all elements of x are summed, with -0.0 in place of those that are not at i. To write x[i], every
+element of x is kept or replaced, by a comparison of its place with i. In a kernel the elements are then variables of a lane, or a
+row. If the index is a known number, as in `x.at[0].set(y)`, the array is sliced and concatenated instead, and may be long.
 """
 
 import jax.numpy as jnp
@@ -15,9 +15,16 @@ MOST = 64  # elements among which an index chooses: all are read
 READS, WRITES = ("dynamic_slice", "gather"), ("dynamic_update_slice", "scatter", "scatter-add")
 
 
+def applies(e) -> bool:
+    """Whether a scatter applies a function to elements, as `x.at[i].apply(f)` does, and sets no update."""
+    return e.primitive.name == "scatter" and e.params["update_jaxpr"] is not None
+
+
 def may(e) -> bool:
-    """Whether an equation of READS or WRITES may be rewritten, from its shapes."""
+    """Whether an equation of READS or WRITES may be rewritten, from its parameters and shapes."""
     name, shape = e.primitive.name, e.invars[0].aval.shape
+    if applies(e):
+        return False
     if name.startswith("dynamic"):
         return len(_moving(e)) < 2 or name == "dynamic_update_slice"
     if not all(isinstance(n, int) for v in e.invars for n in v.aval.shape):

@@ -1,6 +1,8 @@
 """Integers of a loop's body that are known in every step, such as indices: equations on them in NumPy.
 
-values = number(equation, values of its operands)       their first dimension is that of steps
+    result = number(equation, operands)
+
+The operands and the result are arrays of the values in all steps, one row for each step.
 """
 
 import jax.numpy as jnp
@@ -41,6 +43,6 @@ def number(e, values):
         return None
     if name not in _COMPUTED:
         return None
-    if name in ("select_n", "clamp"):  # some operands may be scalars
-        values = [np.broadcast_to(v.reshape(*v.shape, *(1,) * (len(shape) - v.ndim)), shape) for v in values]
+    # Some operands may be scalars.
+    values = [np.broadcast_to(v.reshape(*v.shape, *(1,) * (len(shape) - v.ndim)), shape) for v in values]
     return np.asarray(_COMPUTED[name](*values)).astype(out.aval.dtype)
