@@ -14,13 +14,8 @@ FAMILIES = sorted(f"{p.parent.parent.name}/{p.parent.name}" for p in PACKAGE.glo
 TUNED = [family for family in FAMILIES if (PACKAGE / family / "tuning.py").is_file()]
 LARGEST = 16  # bytes of a vector; what exceeds it and is no limit of an integer type was tuned
 LIMITS = {2**k + less for k in (16, 30, 31, 32, 63) for less in (0, -1)}
-OF_GPUS = {
-    32,
-    1024,
-    90,
-    227 * 1024,
-    2**31 - 2,
-}  # lanes, threads of a block; from which capability and shared memory there are clusters
+# Lanes, threads of a block, the capability and the shared memory from which there are clusters, and the most that int32 numbers.
+OF_GPUS = {32, 1024, 90, 227 * 1024, 2**31 - 2}
 
 
 def compared(tree):
