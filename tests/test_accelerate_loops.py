@@ -89,6 +89,7 @@ def stored(y, u):
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(12, 4, 8)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)) / 4, jnp.float32)
+KEY = jax.random.key(0)
 LONG = jnp.asarray(np.random.default_rng(2).normal(size=(80, 4, 8)), jnp.float32)
 while_loop = lambda x: lax.while_loop(lambda s: s[1] > 3, lambda s: (jnp.cos(s[0]), s[1] - 2), (x, 40))[0]
 decays = lambda x: lax.scan(decay, x[0], x)[1]
@@ -127,6 +128,11 @@ TAKEN = {
         loss(lambda x: lax.scan(lambda h, x: (jnp.stack([h[:, 1], jnp.sin(h[:, 0])], -1), x[:, 0]), x[0, :, :2], x)[1]),
         (X,),
         2,
+    ),
+    "an index that is an array of one number": (
+        lambda x: lax.scan(lambda h, x: (h.at[jnp.zeros(1, int)].set(x[:1]) * x, h[jnp.ones(1, int)]), x[0], x),
+        (X,),
+        1,
     ),
     "products of rows": (loss(recurrent, (0, 1)), (W, X), 2),
     "reads and writes at i": (stored, (X[0], LONG), 1),
@@ -222,6 +228,13 @@ LEFT = {
         lambda x: lax.scan(lambda h, x: (h.at[0].apply(jnp.sin) + x, None), x[0], x)[0],
         (X,),
         "the body uses scatter at ",
+    ),
+    "a key among several": (
+        lambda x: lax.scan(
+            lambda c, x: ((c[0], c[1] + 1), x * jax.random.uniform(c[0][c[1] % 4])), (jax.random.split(KEY, 4), 0), x
+        )[1],
+        (X,),
+        "the body uses dynamic_slice at ",
     ),
     "more steps than rows": (
         lambda x: lax.fori_loop(0, 2**31 - 2, lambda i, s: s + x[i % 99], x[0]),

@@ -7,6 +7,7 @@ element of x is kept or replaced, by a comparison of its place with i. In a kern
 row. If the index is a known number, as in `x.at[0].set(y)`, the array is sliced and concatenated instead, and may be long.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,7 +24,7 @@ def applies(e) -> bool:
 def may(e) -> bool:
     """Whether an equation of READS or WRITES may be rewritten, from its parameters and shapes."""
     name, shape = e.primitive.name, e.invars[0].aval.shape
-    if applies(e):
+    if applies(e) or jnp.issubdtype(e.invars[0].aval.dtype, jax.dtypes.extended):  # keys are arrays of their words
         return False
     if name.startswith("dynamic"):
         return len(_moving(e)) < 2 or name == "dynamic_update_slice"

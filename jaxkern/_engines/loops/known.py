@@ -39,10 +39,13 @@ def number(e, values):
         return np.broadcast_to(x.reshape(len(x), *own), shape)
     if name == "concatenate":
         return np.concatenate(values, 1 + e.params["dimension"])
-    if name in ("rem", "div") and not np.all(values[1]):
-        return None
-    if name not in _COMPUTED:
-        return None
     # Some operands may be scalars.
     values = [np.broadcast_to(v.reshape(*v.shape, *(1,) * (len(shape) - v.ndim)), shape) for v in values]
-    return np.asarray(_COMPUTED[name](*values)).astype(out.aval.dtype)
+    return computed(name, values, out.aval.dtype)
+
+
+def computed(name, values, dtype):
+    """An elementwise operation on known integers; None if it is not known."""
+    if name not in _COMPUTED or name in ("rem", "div") and not np.all(values[1]):
+        return None
+    return np.asarray(_COMPUTED[name](*values)).astype(dtype)

@@ -25,11 +25,10 @@ from jaxkern._core.cpp import Unsupported, check_dtype
 from jaxkern._core.jaxprs import inner_jaxprs
 from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Flat, Step, Value
 from jaxkern._engines.loops import indexing, linear, pairs, parts, rewrites
+from jaxkern._engines.loops.known import computed
 
 MOVES = (*RENAMED, "broadcast_in_dim", "transpose")
 _ADD = ("add", "add_any")
-_NUMBERS = {"lt": np.less, "add": np.add, "sub": np.subtract, "mul": np.multiply}  # operations that make indices
-_NUMBERS |= {"select_n": lambda which, *xs: xs[int(which)]}
 MOST_REPEATED = 600  # equations of a loop in the body
 NEVER = frozenset(
     "dot_general conv_general_dilated sort top_k gather scatter scatter-add scatter-mul scatter-min scatter-max dynamic_slice "
@@ -177,10 +176,7 @@ class Program(Flat):
             return None
         if step.name in MOVES:
             return np.reshape(xs[0], v.aval.shape)
-        if step.name == "convert_element_type":
-            return xs[0].astype(v.dtype)
-        f = _NUMBERS.get(step.name)
-        return None if f is None else np.asarray(f(*xs)).astype(v.dtype)
+        return computed(step.name, xs, v.dtype)
 
     def _equation(self, e, operands):
         if e.primitive.name == "scan":
