@@ -119,6 +119,11 @@ TAKEN = {
         (X[..., :3],),
         1,
     ),
+    "a reduction of no elements": (
+        lambda x: lax.scan(lambda h, x: (h * x + jnp.sum(h[:, :0], 1, keepdims=True), None), x[0], x)[0],
+        (X,),
+        1,
+    ),
     "pieces": (
         loss(lambda x: lax.scan(lambda h, x: (jax.nn.sigmoid(x[:, :40]) * h + x[:, 40:], h), x[0, :, :40], x)[1]),
         (jnp.tile(X, 10),),

@@ -285,7 +285,7 @@ def test_last_carries_of_loops_that_are_cut(dtype):
 
 
 X, W = jnp.ones((20, 20)), jnp.ones(4)
-EFFECTS = []
+EFFECTS, KEYS = [], jax.random.split(jax.random.key(0), 3)
 LONG = jnp.ones((2, 5000))  # rows that no kernel reduces within a loop
 
 
@@ -298,6 +298,8 @@ LONG = jnp.ones((2, 5000))  # rows that no kernel reduces within a loop
         (lambda c, x: (c, lax.cumsum(x)), "which is not elementwise", X),
         (lambda c, x: (c, x[::-1]), "which is not elementwise", X),
         (lambda c, x: (c + c.T, x), "two dimensions", X),
+        (lambda c, x: (lax.fori_loop(0, 3, lambda k, c: c.at[k].apply(jnp.sin), c), x), "which is not", X),
+        (lambda c, x: (c * lax.fori_loop(0, 3, lambda k, y: y * jax.random.uniform(KEYS[k]), 1.0), x), "index", X),
         (lambda c, x: (c, jax.debug.callback(EFFECTS.append, c)), "side effects|which is not elementwise", X),
         (lambda c, x: (lax.fori_loop(0, jnp.int32(c[0, 0]), lambda _, c: c + 1, c), x), "", X),
         (lambda c, x: (jaxkern.while_loop(lambda c: c < 3, lambda c: c + 1, c), x), "which is not elementwise", X),

@@ -7,10 +7,11 @@ element of x is kept or replaced, by a comparison of its place with i. In a kern
 row. If the index is a known number, as in `x.at[0].set(y)`, the array is sliced and concatenated instead, and may be long.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jaxkern._engines.loops import rewrites
 
 MOST = 64  # elements among which an index chooses: all are read
 READS, WRITES = ("dynamic_slice", "gather"), ("dynamic_update_slice", "scatter", "scatter-add")
@@ -21,10 +22,15 @@ def applies(e) -> bool:
     return e.primitive.name == "scatter" and e.params["update_jaxpr"] is not None
 
 
+def _is_other(e) -> bool:
+    """Whether an equation does what nothing here stands for. Keys are arrays of their words, which have more dimensions."""
+    return applies(e) or rewrites.is_key(e.invars[0])
+
+
 def may(e) -> bool:
     """Whether an equation of READS or WRITES may be rewritten, from its parameters and shapes."""
     name, shape = e.primitive.name, e.invars[0].aval.shape
-    if applies(e) or jnp.issubdtype(e.invars[0].aval.dtype, jax.dtypes.extended):  # keys are arrays of their words
+    if _is_other(e):
         return False
     if name.startswith("dynamic"):
         return len(_moving(e)) < 2 or name == "dynamic_update_slice"
@@ -37,6 +43,8 @@ def may(e) -> bool:
 def rewritten(e, known):
     """The function in jnp that stands for an equation; None if there is none. known: values of its operands, None if not known."""
     name, shape = e.primitive.name, e.invars[0].aval.shape
+    if _is_other(e):  # in a loop of the body
+        return None
     if name == "scatter" and known[1] is not None and e.invars[1].aval.shape == (1,) and len(_axes(e)) == 1:
         return _put_at(e, int(known[1][0]))
     if name in ("gather", "scatter", "scatter-add"):

@@ -330,6 +330,8 @@ def _reduced(program, step, parts, part, apart, cut) -> list:
     within = [a - sum(b < a for b in singles) for a in mine if x.dims[a] in cut]  # axes of segments in a part
     starts = [cut[x.dims[a]][0] if x.dims[a] in cut else range(x.aval.shape[a]) for a in mine]
     kept = kept_axes(step, x)
+    if not all(map(len, starts)):
+        program.fail(step, "a reduction of no elements")
     for place in parts[step.result]:
         at = dict(zip((a for a, d in enumerate(step.result.dims) if d in apart), place))
         total = None

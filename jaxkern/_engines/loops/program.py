@@ -138,7 +138,7 @@ class Program(Flat):
         name, most = equation.primitive.name, f"kernels index one element of at most {indexing.MOST}"
         if name in indexing.READS:
             return f"{self.otherwise}: {most}. Pass what step i reads at i as xs of lax.scan"
-        if name in indexing.WRITES:
+        if name in indexing.WRITES and not indexing.applies(equation):
             return f"{self.otherwise}: {most}. Return what step i writes at i as ys of lax.scan"
         return self.otherwise
 
