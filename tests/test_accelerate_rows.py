@@ -248,6 +248,24 @@ def test_rows_along_two_axes(shared):
 
 
 @needs_kernels
+def test_one_array_of_places_along_two_dimensions():
+    """A mask of `i[:, None] >= i` is the mask of two such arrays."""
+
+    def f(two, x, c):
+        i = jnp.arange(2048) - 1
+        j = jnp.arange(2048) - 1 if two else i
+        weights = lambda x: jax.nn.softmax(jnp.where(i[:, None] >= j, 30 * jnp.tanh(x / 30), -1e30), -1)
+        return jax.vjp(weights, x)[1](c)
+
+    args = [spec(8, 2048, 2048, dtype=jnp.bfloat16)] * 2
+    with jaxkern.accelerate(only="rows"):
+        (one,), (two,) = (
+            regions(lambda *args, two=two: f(two, *args), *args, platform="cuda") for two in (False, True)
+        )
+    assert one.taken and one.reason == two.reason, (one, two)
+
+
+@needs_kernels
 @pytest.mark.parametrize("width, taken", [(16, False), (1024, True)])
 def test_memory_is_not_taken_for_time(width, taken):
     """XLA computes the weights of a mixture where a product with few columns reads them; a kernel would store them."""

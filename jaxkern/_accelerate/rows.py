@@ -28,7 +28,7 @@ from jaxkern._core import (
     memo,
     switch,
 )
-from jaxkern._core.cpp import Unsupported
+from jaxkern._core.cpp import ELEMENTWISE, Unsupported
 from jaxkern._core.define import references
 from jaxkern._core.jaxprs import CALLS, CUSTOM, called_jaxpr
 from jaxkern._engines.rows import plan as planning
@@ -40,6 +40,7 @@ LABEL = "the region"
 LEAST = 1 << 16  # elements of the arrays of a region; fewer take no longer than launches
 MOST_INLINED = 64  # equations of a call
 SKINNY = 128  # rows or columns of an operand of a product, up to which it is as fast as the other operand is read
+MOST_APART = 512  # equations of a region where indices are computed for each use
 NEAR = 0.5  # of the kernel's time: a region for which XLA's estimate is shorter is not timed
 
 
@@ -256,7 +257,7 @@ class _Program:
         row = next((k for k, v in enumerate(arrays) if region.is_row(v)), None)
         if row is None:
             return found._replace(problem="no array of rows is read or written")
-        closed = compat_rewriting.closed_jaxpr(kept, operands, region.results)
+        closed = compat_rewriting.closed_jaxpr(_apart(kept), operands, region.results)
         function = RowFunction(closed, (row, region.axis), LABEL)
         estimate, problem = _estimated(function, device.this_device())
         if problem:
@@ -336,6 +337,31 @@ class _Program:
             order[id(call)] = max(place[v] for v in kernel.results)
             nodes.append(call)
         return _sorted(sorted(nodes, key=lambda e: order[id(e)]))
+
+
+def _apart(equations) -> list:
+    """The equations with an array of indices of its own for each use of one.
+
+    `i[:, None] >= i` with `i = jnp.arange(n)` compares places along two dimensions of a region, which one array cannot name.
+    """
+    again = {e.outvars[0]: e for e in equations if e.primitive.name == "iota" and len(e.outvars[0].aval.shape) == 1}
+    for e in equations:  # and what is computed from places alone
+        (out,) = e.outvars
+        if e.primitive.name in ELEMENTWISE and len(out.aval.shape) == 1 and variables(e):
+            again |= {out: e} if all(v in again for v in variables(e)) else {}
+    found: list = []
+
+    def of(v):
+        if not is_variable(v) or v not in again:
+            return v
+        out = compat_rewriting.new_variable(v.aval)
+        found.append(again[v].replace(invars=list(map(of, again[v].invars)), outvars=[out]))
+        return out
+
+    for e in equations:
+        if e.outvars[0] not in again:
+            found.append(e.replace(invars=list(map(of, e.invars))))
+    return found if len(found) <= MOST_APART else equations
 
 
 def _renamed(e, names):
