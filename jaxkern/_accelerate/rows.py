@@ -352,7 +352,7 @@ def _apart(equations) -> list:
     found: list = []
 
     def of(v):
-        if not is_variable(v) or v not in again:
+        if not is_variable(v) or v not in again or len(found) > MOST_APART:
             return v
         out = compat_rewriting.new_variable(v.aval)
         found.append(again[v].replace(invars=list(map(of, again[v].invars)), outvars=[out]))
