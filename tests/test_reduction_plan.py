@@ -60,10 +60,12 @@ def run(operation, x, mask, algorithm):
         ("logsumexp", "strided", (2, 31, 300), "float32", False),
         ("logsumexp", "block", (5, 700), "float32", True),
         ("logsumexp", "lanes", (5, 100), "bfloat16", True),
+        ("reduce_max", "split", (2, 50, 6), "bfloat16", (1, 50, 1)),
     ],
 )
 def test_kernels_on_the_cpu(operation, algorithm, shape, dtype, masked):
-    x, mask = normal(shape, dtype), random_mask(shape) if masked else None
+    """masked: no mask, one of every element, or the shape of a mask."""
+    x, mask = normal(shape, dtype), random_mask(shape if masked is True else masked) if masked else None
     for y in run(operation, x, mask, algorithm):
         assert_rounded(y, *expected(operation, x, 1, mask), x.dtype)
 
@@ -111,10 +113,11 @@ def test_masked_logsumexp_by_hand(width, dtype):
         ("logsumexp", (16384, 4096), "float32", False, 90),
         ("reduce_mean", (49152, 1003), "bfloat16", True, 80),
         ("logsumexp_statistics", (20, 20, 512), "float32", True, 100),
+        ("reduce_max", (1, 40001, 3), "bfloat16", (1, 40001, 1), 90),  # elements of the mask are read beside those of x
     ],
 )
 def test_kernels_compile(operation, shape, dtype, masked, capability):
-    x, mask = (jax.ShapeDtypeStruct(shape, d) for d in (dtype, bool))
+    x, mask = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape if masked is True else masked or (), bool)
     found, _ = planned(operation, x, mask if masked else None)
     check_limits(found, device.H200)
     for step in found.launches:

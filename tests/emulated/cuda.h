@@ -149,7 +149,12 @@ void Run(void (*kernel)(Args), const void* args, unsigned gx, unsigned gy, unsig
 #define blockIdx emulated::block
 #define gridDim emulated::grid
 
-template <class T> T __ldg(const T* p) { return *p; }
+// CUDA has no overload for bool, nor for 8-bit floats and complex numbers.
+template <class T> T __ldg(const T* p) {
+  static_assert(std::is_arithmetic_v<T> ? !std::is_same_v<T, bool>
+                                        : std::is_same_v<T, uint2> || std::is_same_v<T, uint4>);
+  return *p;
+}
 template <class T> void __stcs(T* p, T x) {
   emulated::CheckAligned(p, sizeof x);
   *p = x;

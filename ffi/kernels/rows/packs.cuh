@@ -101,6 +101,20 @@ template <class T> __device__ __forceinline__ Pack<T, 1> LoadRowElement(const T*
   return pack;
 }
 
+// An element of a column, through L1. As bits: CUDA reads no bool, 8-bit float or complex number as read-only memory.
+template <class T> __device__ __forceinline__ Pack<T, 1> LoadColumnElement(const T* at) {
+  Pack<T, 1> pack;
+  if constexpr (sizeof(T) == 16) {
+    *reinterpret_cast<uint4*>(pack.word) = __ldg(reinterpret_cast<const uint4*>(at));
+  } else if constexpr (sizeof(T) == 8) {
+    *reinterpret_cast<uint2*>(pack.word) = __ldg(reinterpret_cast<const uint2*>(at));
+  } else {
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>>;
+    pack.word[0] = __ldg(reinterpret_cast<const Bits*>(at));
+  }
+  return pack;
+}
+
 template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadRowPack(const T* at, ReadPolicy policy) {
   if constexpr (N * sizeof(T) > 16) {
     Pack<T, N> pack;

@@ -152,7 +152,7 @@ struct StridedRows {
   }
   template <class... C, size_t... J>
   __device__ __forceinline__ void LoadColumns(int k, int element, Types<C...>, std::index_sequence<J...>) {
-    (SetElement(At<J>(beside[k]), 0, __ldg(static_cast<const C*>(a.rows.column[J]) + element)), ...);
+    ((At<J>(beside[k]) = LoadColumnElement(static_cast<const C*>(a.rows.column[J]) + element)), ...);
   }
   template <size_t J, class C> __device__ __forceinline__ auto Column(int k, int element) {
     if constexpr (kBeside) return Wide<C>(Element(At<J>(beside[k]), 0));
