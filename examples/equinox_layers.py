@@ -21,12 +21,16 @@ import sys
 import time
 
 import display
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from matplotlib.figure import Figure
+
+try:
+    import equinox as eqx
+    import optax
+except ModuleNotFoundError as error:
+    sys.exit(f"{__doc__}\n{error}: pip install '.[layers,examples]'")
 
 import jaxkern.equinox
 

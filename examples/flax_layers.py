@@ -25,8 +25,12 @@ import display
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
+
+try:
+    import optax
+    from flax import nnx
+except ModuleNotFoundError as error:
+    sys.exit(f"{__doc__}\n{error}: pip install '.[layers,examples]'")
 
 import jaxkern.nnx
 

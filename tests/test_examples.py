@@ -66,6 +66,16 @@ def test_help_says_what_one_sees(path, monkeypatch, capsys):
     assert not re.search(r"^  -(-\w+)( \w+| \{.*\})$\n(?!  {10})", printed, re.M), "an option without help"
 
 
+@pytest.mark.parametrize("name, library", LAYERS.items())
+def test_without_its_library_an_example_says_what_to_install(name, library, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(
+        SystemExit, match=rf"What to look at:[\s\S]*{library}[\s\S]*pip install '\.\[layers,examples\]'"
+    ):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
