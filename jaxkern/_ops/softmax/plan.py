@@ -1,7 +1,6 @@
 """The hand-written kernels of plain softmax, log_softmax and their gradients on CUDA, and how they are launched.
 
-    sub_warp    short rows of whole vectors: 2 to 32 lanes for each row, in registers
-    warp        rows of one vector: a warp for each row
+    sub_warp    short rows of 2 to 8 vectors: as many lanes for each row, in registers
     cluster     sm_90, few long rows: a row in the registers of 2 to 16 blocks, which exchange their partial results
     column      the axis is not the last one: threads along the inner dimension hold a column in registers
 
@@ -73,8 +72,8 @@ def choose(p: Problem, device) -> str | None:
         return "column" if p.inner % p.vector == 0 and p.width <= tuning.COLUMN_WIDTH else None
     size = p.width * p.itemsize
     short = size <= tuning.SHORT_BYTES if p.backward else size == tuning.SHORT_BYTES and not p.log
-    if short and p.whole and p.itemsize < 8:
-        return "sub_warp" if p.width > p.vector else "warp"
+    if short and p.whole and p.width > p.vector and p.itemsize < 8:
+        return "sub_warp"
     clusters = device.compute_capability >= 90 and device.shared_memory >= 227 * 1024  # a data-centre GPU's
     least, most = tuning.CLUSTER_VECTORS
     plain = not p.backward and not p.log
@@ -134,19 +133,10 @@ def warps(threads: int) -> int:
 
 
 def _sub_warp(p, params, device):
-    lanes = max(2, _power_of_two(p.width // p.vector))
+    lanes = _power_of_two(p.width // p.vector)
     name = f"SoftmaxRegisters<{_op(p)}, {_row(p, p.vector, ragged=False)}, {lanes}, 1, 2>"
     grid = ceil_div(p.rows, tuning.WARP_THREADS // lanes * 2)
     return Launch("softmax/registers.cuh", name, [params], grid, tuning.WARP_THREADS)
-
-
-def _registers(p, lanes, held, rows=1):
-    return f"SoftmaxRegisters<{_op(p)}, {_row(p, p.vector, ragged=not p.whole)}, {lanes}, {held}, {rows}>"
-
-
-def _warp(p, params, device):
-    grid = ceil_div(p.rows, tuning.WARP_THREADS // 32 * 2)
-    return Launch("softmax/registers.cuh", _registers(p, 32, 2, 2), [params], grid, tuning.WARP_THREADS)
 
 
 def _cluster(p, params, device):
@@ -160,7 +150,8 @@ def _cluster(p, params, device):
         blocks *= 2
     each = ceil_div(vectors, blocks)
     held, threads = per_thread(each, tuning.BLOCK_THREADS) if p.whole else (4, warps(ceil_div(each, 4)))
-    name = _registers(p, "jaxkern::kClusterLanes", held)
+    row = _row(p, p.vector, ragged=not p.whole)
+    name = f"SoftmaxRegisters<{_op(p)}, {row}, jaxkern::kClusterLanes, {held}, 1>"
     return Launch("softmax/registers.cuh", name, [params], p.rows * blocks, threads, cluster=blocks)
 
 
@@ -213,7 +204,7 @@ def _column_by_element(p, params, device):
     )
 
 
-_LAUNCHES = {"sub_warp": _sub_warp, "warp": _warp, "cluster": _cluster, "column": _column}
+_LAUNCHES = {"sub_warp": _sub_warp, "cluster": _cluster, "column": _column}
 
 
 def plain(kernel: str, p: Problem, device) -> Plan | None:

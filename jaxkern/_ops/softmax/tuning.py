@@ -14,6 +14,7 @@ CLUSTER_MULTIPROCESSORS, OTHER_CLUSTER_MULTIPROCESSORS = 2, 8
 CLUSTER_VECTORS = 256, 65536  # of the arrays that are read, for each row: these and no fewer, and no more
 # Bytes of short rows: of a gradient at most, of softmax exactly [the gradient of bfloat16 49152 x 32 4.6 and 4.3; float32 49152 x 32 5.7
 # and 5.2, gradients 7.9 and 7.6, of log_softmax 8.1 and 7.7, which itself takes 5.5 in both; bfloat16 49152 x 64 5.5 and 5.3].
+# Not one vector [H200, gradients of bfloat16 2^20 x 8 52 and 363, float32 2^20 x 4 64 and 303].
 SHORT_BYTES = 128
 # Columns with a bias or a causal limit, at least [bfloat16 32 x 16 x 512 x 512 and 8 x 16 x 2048 x 2048. A bias: 210 and 188, 793 and
 # 796. The causal limit: 154 and 140, 560 and 545, the gradient 749 and 718 of 2048].
