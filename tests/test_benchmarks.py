@@ -3,20 +3,36 @@
 import argparse
 import dataclasses
 import importlib
+import itertools
 import json
 import signal
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import plans
 import pytest
 from conftest import ON_GPU
 
 import jaxkern
 from benchmarks import __main__ as main
-from benchmarks import _cell, _geometric, _goals, _plot, _report, _run, _timing, _torch, curves, programs, sharding
+from benchmarks import (
+    _cell,
+    _geometric,
+    _goals,
+    _plot,
+    _report,
+    _run,
+    _timing,
+    _torch,
+    curves,
+    programs,
+    sanitize,
+    sharding,
+)
 from benchmarks.__main__ import OPERATIONS
 from jaxkern._core import switch
 
@@ -371,3 +387,36 @@ def test_results_of_two_runs_become_one():
     assert "commit three" in _report.header(merged) and "1 cells at commit one" in _report.header(merged)
     with pytest.raises(ValueError, match="different driver"):
         _report.merge(run("one", {"a": 1}), run("two", {"a": 1}, driver="2"))
+
+
+# ---- benchmarks.sanitize
+
+
+class Planned:
+    """jax for a module of `benchmarks`: programs are planned for CUDA before they run here."""
+
+    def __getattr__(self, name):
+        return getattr(jax, name)
+
+    def jit(self, f):
+        jitted = jax.jit(f)
+
+        def call(*args):
+            jitted.trace(*args).lower(lowering_platforms=("cuda",))
+            return jitted(*args)
+
+        return call
+
+
+@pytest.mark.skipif(ON_GPU, reason="benchmarks.sanitize itself runs there")
+@plans.needs_runtime
+@pytest.mark.parametrize("family", ["score", "group_norm", "segment_softmax", "scan", "while_loop"])
+def test_sanitized_problems_can_be_planned(family, monkeypatch, capsys):
+    """A few problems of families that take little time: the operation takes such a call, and the algorithm can run it or is left out."""
+    few = lambda *lists: (found := list(itertools.product(*lists)))[:: len(found) // 2 + 1]
+    for module in (sanitize, sanitize._sanitize_loops):
+        monkeypatch.setattr(module, "jax", Planned())
+        monkeypatch.setattr(module, "itertools", types.SimpleNamespace(product=few))
+    monkeypatch.setattr(sanitize, "FUSED", {"warp": (257, 512), "by_hand": (512,)})
+    monkeypatch.setattr("sys.argv", ["sanitize", "--only", family, "--dtypes", "float32", "--quick"])
+    assert sanitize.main() == 0, capsys.readouterr().out
