@@ -17,9 +17,11 @@ from reference import OPERATIONS
 
 import jaxkern
 from jaxkern._core import registry
+from jaxkern._definitions import softmax as definition
 
 SHAPE = (3, 4, 5)
 AXIS = 1
+RUNNERS = ["kernels", "cpu", "xla"]  # of definitions
 MASKS = {"whole": None, "full": SHAPE, "broadcast": (3, 1, 5), "row": (4, 1)}
 
 
@@ -196,12 +198,14 @@ def test_masked_elements_never_reach_a_derivative(operation, x64):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("through_xla", [False, True])
-def test_empty_rows_never_reach_a_derivative(operation, masked, through_xla, x64, monkeypatch):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_empty_rows_never_reach_a_derivative(operation, masked, runner, x64, monkeypatch):
     """Nor does NaN in the tangent or cotangent of a row of -inf, in the first three orders."""
-    if through_xla:  # what runs on platforms without a kernel
+    if runner != "kernels":  # what runs on platforms without a kernel
         monkeypatch.setattr(registry, "kernels_run", lambda: False)
-    x, t = inputs((4, 5 + through_xla))  # of another shape, or the program with kernels would be reused
+        monkeypatch.setattr(definition, "runner", lambda: runner)
+    # Each of another shape, or the program of another one would be reused.
+    x, t = inputs((4, 5 + RUNNERS.index(runner)))
     mask = mask_of(x.shape) if masked else None
     rows = slice(1, 3)
     x, t = x.at[rows].set(-jnp.inf), t.at[rows].set(jnp.nan)

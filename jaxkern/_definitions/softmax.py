@@ -99,9 +99,22 @@ def _exponentials(x, given, part, axis):
     s = s if part is None else jnp.where(part, s, -jnp.inf)
     largest = jax.lax.stop_gradient(jnp.max(s, axis, keepdims=True, initial=-jnp.inf))
     empty = largest == -jnp.inf
-    below = s - jnp.where(empty, 0, largest)
+    below = _unmoved(empty, s) - jnp.where(empty, 0, largest)
     e = jnp.exp(below)
     return below, e, row_sum(e, axis), empty
+
+
+@jax.custom_jvp
+def _unmoved(empty, s):
+    """s. Its tangent in empty rows is 0: in third derivatives, a NaN there would meet the zeros that the rows have otherwise."""
+    del empty
+    return s
+
+
+@_unmoved.defjvp
+def _(primals, tangents):
+    empty, s = primals
+    return s, jnp.where(empty, 0, tangents[1])
 
 
 def _participants(x, given, causal):
