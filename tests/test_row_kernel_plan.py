@@ -51,7 +51,7 @@ CASES = [
     ("layer_norm", (7, 777), "bfloat16", False, "block"),
     ("layer_norm", (70, 777), "float32", True, "block"),
     ("rms_norm", (29, 777), "float32", True, "cluster"),
-    ("rms_norm", (70, 1201), "bfloat16", True, "split"),
+    ("rms_norm", (70, 5201), "bfloat16", True, "split"),
     ("masked", (3, 2, 4, 40), "float16", True, "lanes"),
     ("causal", (1, 2, 12, 20), "float32", False, "streaming"),
     ("masked", (2, 3, 64, 40), "float32", False, "lanes"),
@@ -439,6 +439,25 @@ def test_packs_of_transposed_operands_start_where_rows_do():
     x, y = jax.ShapeDtypeStruct((5, 3, 7), jnp.float32), jax.ShapeDtypeStruct((3, 5, 7), jnp.float32)
     ragged = lambda f, *types: "kRagged" in planned(trace(f, types, -1, "f")[0]).launches[0].name
     assert ragged(lambda x: x * 2, x) and not ragged(lambda x, y: x + jnp.swapaxes(y, 0, 1), x, y)
+
+
+@pytest.mark.parametrize(
+    "width, dtype, gradient, pack, packs, blocks",
+    [
+        (777, "bfloat16", False, 8, 6, 6),
+        (1001, "bfloat16", False, 8, 8, 5),  # the fewest registers without spills
+        (2001, "bfloat16", False, 8, 8, 6),  # lanes of a warp move columns alike
+        (1001, "bfloat16", True, 1, 16, 8),
+        (4097, "float16", True, 1, 17, 2),
+        (4100, "float16", True, 4, 5, 2),
+        (12345, "bfloat16", True, 8, 3, 1),
+        (12348, "bfloat16", True, 4, 7, 1),
+    ],
+)
+def test_packs_and_registers_of_odd_rows_with_columns(width, dtype, gradient, pack, packs, blocks):
+    name = planned(traced_shape("rms_norm", (4096, width), dtype, gradient)).launches[0].name
+    found = [int(n) for n in name.split(", ")[1:6]]
+    assert [found[0], found[2], found[4]] == [pack, packs, blocks]
 
 
 def traced_shape(name, shape, dtype, gradient=False):

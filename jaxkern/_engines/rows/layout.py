@@ -28,7 +28,7 @@ class Problem(typing.NamedTuple):
     words of the numbers of a row. partial: bytes of what a thread reduces of it. stores: whether results have elements of rows.
     guarded: whether some elements need not be read, by masks of places.
     shifts: if rows side by side are no whole packs, elements so far apart start at the same place of a pack; 1 otherwise.
-    pivots: whether a maximum and exponentials relative to it take one stage.
+    pivots: whether a maximum and exponentials relative to it take one stage. columns: whether arrays of columns are read.
     """
 
     rows: int
@@ -47,6 +47,7 @@ class Problem(typing.NamedTuple):
     shifts: int = 1
     pivots: bool = False
     guarded: bool = False
+    columns: bool = False
 
     @property
     def strided(self) -> bool:
@@ -144,6 +145,8 @@ def resident(how, problem, shared, stays, device) -> int:
         registers = min(registers, 64)
     if packs > how.packs and how.packs * problem.pack * kept > tuning.RAGGED_WORDS and not problem.sums:
         registers = 168
+    if packs > how.packs and problem.pack == 8 and problem.columns and how.group < 32 and words > tuning.LANE_WORDS:
+        registers = max(registers, tuning.LANE_REGISTERS)
     blocks = min(2048, 65536 // registers) // how.threads
     if shared:
         blocks = min(blocks, device.shared_memory // (shared + tuning.COLUMN_BYTES))

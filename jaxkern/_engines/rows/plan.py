@@ -92,14 +92,17 @@ def plan(device, operands, results, *, function, alone=False):
     pack = tuning.PACK_BYTES // max(2, min(row_bytes))
     same = all([d for d in v.dims if d is not None] == [*program.others, program.row] for v in views)
     summed = sum(computing(o.value.aval.dtype).itemsize for o in columns)
-    half = 2 * math.gcd(width, pack) == pack and width * min(row_bytes) <= tuning.HALF_PACK_BYTES
-    if half or not same or (summed and width < tuning.RAGGED_PACKS[pack] * pack):
-        pack = math.gcd(width, pack)  # packs start where rows do
+    divisor = math.gcd(width, pack)  # packs of so many elements start where rows do
+    half = 2 * divisor == pack and width * min(row_bytes) <= tuning.HALF_PACK_BYTES
+    short = divisor >= tuning.SUMMED_PACK or width < tuning.RAGGED_PACKS[pack] * pack
+    if half or not same or (summed and short):
+        pack = divisor
     held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]
     narrow = any(o.dtype.itemsize == 1 for o in core.of_kind("row"))
     stores = bool(core.of_kind("row") or columns)
-    more = {"narrow": narrow, "stores": stores, "pivots": bool(core.pivots), "guarded": bool(guards(core))}
-    problem = Problem(rows, width, held, pack, summed, core.kept_words, len(core.stages), **more)
+    more = {"pivots": bool(core.pivots), "guarded": bool(guards(core)), "columns": bool(core.columns)}
+    numbers = (rows, width, held, pack, summed, core.kept_words, len(core.stages))
+    problem = Problem(*numbers, narrow=narrow, stores=stores, **more)
     algorithm = _picked(function, problem, device)
     own = _Rows(device, function, arrays, rows, width)
     launches = own.split if algorithm == "split" else functools.partial(own.launches, algorithm)

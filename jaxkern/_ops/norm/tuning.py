@@ -30,6 +30,7 @@ STREAM_THREADS, COLUMN_THREADS, SUMS_COLUMNS, SUMS_THREADS = 512, 128, 32, 512  
 WARP_VECTORS = 128  # of a row that lanes of a warp hold
 CLUSTER_WIDTH = 1 << 17  # of 16-bit elements, that 8 blocks hold
 STREAM_ROWS = 128  # at least: a row takes a block
+ODD_WIDTHS = 64, 1 << 14  # of 16-bit rows that are no whole vectors, on generated kernels: 77 to 12345 were measured
 
 
 def generated(p) -> bool:
@@ -38,20 +39,29 @@ def generated(p) -> bool:
     Measured on an H200, in microseconds, generated and hand-written. float32, gradients: rms_norm of 1048576 x 128, 395 and 412,
     of 32768 x 4096, 388 and 406, but of 131072 x 512, 208 and 202; layer_norm of 32768 x 4096, 402 and 420, but of 131072 x 512,
     263 and 199, of 8192 x 5120, 175 and 134. Gradients of odd rows: rms_norm of float32 524288 x 77, 136 and 188, of bfloat16
-    32768 x 4097, 352 and 445. Forward: float32 rows of 2048 to 8192, within 1 %; layer_norm of bfloat16 32768 x 4096, 132 and
+    32768 x 4097, 319 and 451 (XLA), of 32768 x 4100, 283 and 314; layer_norm of 10872 x 12345, 406 and 912, but of 32768 x 4100, 312 and
+    304. Odd rows forward, bfloat16, rms_norm and layer_norm: 524288 x 77, 65 and 74, 65 and 89; 65536 x 1001, 69 and 82, 81 and 120. XLA's
+    programs there: 32768 x 4097, 129 and 179, 163 and 247; 10872 x 12345, 135 and 262, 168 and 358; 32768 x 4100, rms_norm 129 and 148, but
+    layer_norm 162 and 157. Forward: float32 rows of 2048 to 8192, within 1 %; layer_norm of bfloat16 32768 x 4096, 132 and
     143, but of 8192 x 5120, 54 and 48, and with a residual 16384 x 8192, 325 and 267. The gradients of bfloat16 rows in whole
     vectors: rms_norm of 32768 x 4096, 259 and 228, layer_norm 325 and 238.
     """
-    size, power = p.itemsizes[0], p.width & (p.width - 1) == 0
-    if size > 4 or p.itemsizes[0] != p.itemsizes[1] or p.width > 8192:
-        return _is_partial(p) and p.backward and not p.centre and p.scale_sum
+    size, same, partial = p.itemsizes[0], p.itemsizes[0] == p.itemsizes[1], _is_partial(p)
+    power = p.width & (p.width - 1) == 0
+    odd = size == 2 and same and p.pack < p.vector and ODD_WIDTHS[0] <= p.width <= ODD_WIDTHS[1]
+    if odd and not p.backward and not p.residual and (p.pack == 1 or (partial and not p.centre)):
+        return True
+    if partial and p.scale_sum and (not p.centre or (odd and p.pack == 1)):
+        return True
+    if size > 4 or not same or p.width > 8192:
+        return False
     if not p.backward:
         if size == 4:
             return p.pack == p.vector and p.width >= 2048
         return p.centre and not p.residual and power and p.width >= 2048
     if not p.scale_sum:
         return False
-    if p.pack == 1 or (_is_partial(p) and not p.centre):
+    if p.pack == 1:
         return True
     if size == 2 or p.pack < p.vector:
         return False
