@@ -85,6 +85,9 @@ def _inside(e, operands):
         (x,), of = operands, e.invars[0].aval.dtype
         rounds = jnp.issubdtype(of, jnp.floating) and not _is_narrow(of)
         return [jnp.asarray(x).astype(e.outvars[0].aval.dtype if rounds else jnp.float32).astype(jnp.float32)]
+    if name == "scatter-add":  # its function adds numbers of 16 bits
+        kept = {k: e.params[k] for k in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")}
+        return [lax.scatter_add(*operands, **kept)]
     is_narrow = lambda p: isinstance(p, np.dtype) and _is_narrow(p)
     params = {k: np.dtype(np.float32) if is_narrow(p) else p for k, p in e.params.items()}
     return list(map(_wide, compat.bind_equation(e.replace(params=params), *operands)))

@@ -103,6 +103,7 @@ CASES = [
     ("pieces", (3, 20), 4, "float32", True, "lanes"),
     ("indexed", (3, 7), 5, "float32", True, "lane"),
     ("indexed", (5,), 4, "float64", False, "lane"),
+    ("indexed", (5,), 4, "bfloat16", False, "lane"),
 ]
 
 

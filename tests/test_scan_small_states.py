@@ -224,12 +224,13 @@ def observed(scan, n):
 
 
 def picked(scan, n):
-    """An element of a row, at the index of the largest element of another one."""
+    """An element of a row, at the index of the largest element of another one. The sign of a 0 that is chosen stays."""
 
     def run(x):
         def body(h, x):
             best = jnp.argmax(h, -1, keepdims=True)
             value = jnp.take_along_axis(x, best, 1)
+            value = jnp.where(1 / jnp.take_along_axis(-jnp.zeros_like(x), best, 1) < 0, value, 0)
             return jnp.tanh(0.9 * h + x * value), (best[:, 0], value)
 
         return scan(body, x[0], x)
@@ -331,6 +332,7 @@ ON_THE_CPU = [
     (filtered, 1, "float32", True),
     (kalman, 5, "float64", True),
     (shifted, 40, "float32", True),
+    (picked, 40, "float32", True),
     (moved, 20, "float32", False),
     (constant, 17, "float32", False),
     (ragged, 20, "float32", False),

@@ -218,4 +218,6 @@ def neutral(kind, type_, dtype) -> str:
         return f"lax::k{'Lowest' if kind == 'max' else 'Highest'}<{type_}>"
     if kind == "and":
         return "true" if type_ == "bool" else f"{type_}(~{type_}(0))"
+    if kind == "add" and jnp.issubdtype(dtype, jnp.floating):
+        return f"-{type_}(0)"  # 0 would change the sign of a sum of -0.0, with which indexing.py chooses an element
     return f"{type_}({int(kind == 'mul')})"
