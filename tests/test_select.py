@@ -163,6 +163,7 @@ def test_choices():
         *("warp", "block", "split", "split")
     ]
     assert [ask(4096, 256, 64), ask(4096, 4096, 2048), ask(64, 128256, 2048)] == ["network", "sort", "split"]
+    assert [ask(rows, 4096, 300, "bfloat16") for rows in (8, 4096)] == ["sort", "block"]
     assert not algorithms.fits("top_k", "block", 4, 5000, 2049) and not algorithms.fits("top_k", "warp", 4, 1025, 3)
 
 

@@ -69,9 +69,10 @@ def _sorted_by(p: Problem, device) -> str | None:
     return next((name for name, of in SORTS.items() if of == sort and fits(name, p, device)), None)
 
 
-def _is_sorted_faster(p: Problem) -> bool:
+def _is_sorted_faster(p: Problem, device) -> bool:
     widths = tuning.SORTED_OF_K[max(2, jnp.dtype(p.dtype).itemsize)]
-    return p.columns <= p.k * next((of_k for width, of_k in widths if p.columns <= width), 0)
+    of_k = next((of_k for width, of_k in widths if p.columns <= width), 0)
+    return p.columns <= p.k * of_k * (tuning.SORTED_OF_FEW if p.rows <= device.sm_count else 1)
 
 
 def choose(p: Problem, device=None) -> str | None:
@@ -80,7 +81,7 @@ def choose(p: Problem, device=None) -> str | None:
         return "network"
     if fits("warp", p) and (p.k <= tuning.WARP_MOST or (p.applied and p.columns <= tuning.NARROW)):
         return "warp"
-    if (name := _sorted_by(p, device)) and (name == "network" or p.k > MOST or _is_sorted_faster(p)):
+    if (name := _sorted_by(p, device)) and (name == "network" or p.k > MOST or _is_sorted_faster(p, device or H200)):
         return name
     if fits("split", p) and _parts(p, device or H200) > 1:
         return "split"

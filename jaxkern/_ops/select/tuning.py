@@ -12,6 +12,9 @@ SORTED_NARROW = 32
 # 2048 258 and 353; 2048x8192, 1024 307 and 208, 2048 308 and 285; bfloat16: 4096x1024, 32 35 and 74; 4096x4096, 128 137 and 80, 1024 139, 299;
 # rows of 8192 were not measured]. All that the network sorts by default are [float32: 4096x256, 32 13 and 19, 128 13 and 59].
 SORTED_OF_K = {4: ((1024, 8), (4096, 6)), 2: ((1024, 1024), (4096, 12), (8192, 8))}
+# ... and so many times as many, if all rows run at once: then a sort is short, and its steps do not grow with k [bfloat16, 300 of 8x4096 22 by a
+# selection, 19 in XLA; all of 1x4096 sorted 7; float32, 128 of 128x1024 7.1 and 5.6].
+SORTED_OF_FEW = 2
 # A part has at least so many elements, or so many times k, so that reading it takes longer than selecting [50 of 64x128256, bfloat16: 25, with
 # 4096 25, with 16384 27; 10 of 2^20: 11, 9, 13; 50 of 8x128256: 16, 17, 19; 1024 of 16x262144: 87, with 8 times k 91, with 32 90].
 PART, PART_OF_K = 8192, 16
