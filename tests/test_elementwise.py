@@ -618,7 +618,7 @@ def test_eager_dispatch_compiles_once():
 
 def test_program_is_one_call():
     x = jnp.ones(3)
-    assert on_cuda(jaxkern.silu, x).count("stablehlo.") == 1
+    assert re.findall(r"= stablehlo\.(\w+)", on_cuda(jaxkern.silu, x)) == ["custom_call", "optimization_barrier"]
     assert str(jax.make_jaxpr(jaxkern.silu)(x)).count("jaxkern_silu") == 1
 
 

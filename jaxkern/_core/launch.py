@@ -22,7 +22,7 @@ import typing
 import jax
 import numpy as np
 
-from jaxkern._core import registry, runtime
+from jaxkern._core import registry, runtime, stablehlo
 from jaxkern._core.package import __version__
 
 
@@ -243,6 +243,11 @@ def lower(ctx, operation: str, plan: Plan, operands, **options):
     """Emits `plan` as a custom call of the target `operation`; returns the results.
 
     options: passed to `jax.ffi.ffi_lowering`, such as operand_output_aliases.
+
+    XLA for GPUs fuses slices of operands, and dynamic-update-slices of results, with a custom call: it passes pointers into
+    the larger arrays (DynamicSliceFusionRewriterV2, on by default since jaxlib 0.11). It updates in place, even where
+    the call reads the same array, so that kernels would write what others still read. And where a slice is an operand
+    that a result overwrites, it passes another array as the result. Barriers keep it from both. Other operands may be slices.
     """
     results = list(ctx.avals_out)
     program = text(operation, plan, ctx.avals_in, results)
@@ -252,8 +257,11 @@ def lower(ctx, operation: str, plan: Plan, operands, **options):
             registry.dump(*kernel)
     if plan.scratch:
         results.append(jax.core.ShapedArray((plan.scratch,), np.dtype(np.uint8)))
+    overwritten = options.get("operand_output_aliases") or ()
+    operands = [stablehlo.apart(x) if k in overwritten else x for k, x in enumerate(operands)]
     rule = jax.ffi.ffi_lowering(operation, **options)
-    return rule(ctx.replace(avals_out=results), *operands, program=program, key=_key(program))[: len(ctx.avals_out)]
+    found = rule(ctx.replace(avals_out=results), *operands, program=program, key=_key(program))
+    return [stablehlo.apart(x) for x in found[: len(ctx.avals_out)]]
 
 
 # ---- reading launch lists back

@@ -39,6 +39,7 @@ _FUSED = (
     )
 )
 CONSTRAINT = "sdy.sharding_constraint"  # its result is its operand
+BARRIER = "stablehlo.optimization_barrier"
 _PURE = frozenset(f"stablehlo.{name}" for name in "constant iota gather reduce".split()) | {CONSTRAINT}
 MOST = 200  # operations that are looked at
 
@@ -46,6 +47,17 @@ MOST = 200  # operations that are looked at
 def maker(value):
     """The operation that `value` is a result of; None for an argument."""
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def apart(value):
+    """`value`, which XLA does not fuse or simplify together with what makes it; it stays in the same memory."""
+    return stablehlo.OptimizationBarrierOp([value]).results[0]
+
+
+def behind(value):
+    """The value that `apart` was given, if it made `value`; else `value`."""
+    operation = maker(value)
+    return operation.operands[0] if operation is not None and operation.name == BARRIER else value
 
 
 def splat(operation):

@@ -12,7 +12,7 @@ import re
 
 from jax.extend.mlir import ir
 
-from jaxkern._core import environment, partition
+from jaxkern._core import environment, partition, stablehlo
 
 MOST_OPERATIONS = 200  # between the logits and a loss that are looked at
 
@@ -31,7 +31,7 @@ def gradient(loss_p, both_p, ctx, operands, params, lower):
     """
     logits, labels, largest, _, weight, *rest = operands
     params = {name: value for name, value in params.items() if name != "given"} | ({"given": "mask"} if rest else {})
-    forward = maker(largest)
+    forward = maker(stablehlo.behind(largest))
     if environment.read("JAXKERN_ONE_READ") == "0":
         return None
     if (
