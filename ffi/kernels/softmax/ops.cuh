@@ -260,17 +260,19 @@ template <class Op, int kPacks, int N> struct PacksAsRead {
 //     softmax             dx = y * (g - sum(y * g))
 //     log_softmax         dx = g - exp(y) * sum(g)
 //
-// T_: element type. kLog: log_softmax. kColumns: as for Forward.
+// T_: element type. kLog: log_softmax. kColumns: as for Forward; of softmax, where y is 0, dx is then 0 and g does not count, even if
+// it is NaN or infinite. In rows this takes time [H200, bfloat16 49152 x 64: 6.5 us, 6.0 without].
 template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   using T = T_;
   using C = Compute<T>;
   using S = std::conditional_t<kColumns, C, Sum<T>>;
   using ForColumns = FromOutput<T, kLog, true>;
   static constexpr int kInputs = 2;  // y, g
+  static constexpr bool kExcludes = kColumns && !kLog;
 
   struct Stat {
     S sum;      // sum of y * g; log: sum of g
-    int alive;  // nonzero if some y is not 0 (log: not -inf)
+    int alive;  // nonzero if some y is not 0 (log: not -inf); kExcludes: not used
   };
   struct Final {
     C sum;
@@ -287,7 +289,8 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   static __device__ __forceinline__ C Masked() { return 0; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.alive | b.alive}; }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
-    return {__shfl_xor_sync(0xffffffffu, stat.sum, lane), __shfl_xor_sync(0xffffffffu, stat.alive, lane)};
+    const S sum = __shfl_xor_sync(0xffffffffu, stat.sum, lane);
+    return {sum, kExcludes ? 0 : __shfl_xor_sync(0xffffffffu, stat.alive, lane)};
   }
   static __device__ __forceinline__ Final Finish(Stat stat) {
     const C sum = static_cast<C>(stat.sum);
@@ -296,7 +299,7 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   }
   template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
     stat.sum = ReduceLanes<kLanes>(stat.sum, SumOf());
-    stat.alive = ReduceLanes<kLanes>(stat.alive, [](int a, int b) { return a | b; });
+    if constexpr (!kExcludes) stat.alive = ReduceLanes<kLanes>(stat.alive, [](int a, int b) { return a | b; });
     return stat;
   }
 
@@ -307,6 +310,8 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
       if constexpr (kLog) {
         term[j] = v[1][j];
         stat.alive |= !(v[0][j] == -Infinity<C>());
+      } else if constexpr (kExcludes) {
+        term[j] = v[0][j] == C(0) ? C(0) : v[0][j] * v[1][j];
       } else {
         term[j] = v[0][j] * v[1][j];
         stat.alive |= Bits(v[0][j]);
@@ -328,7 +333,7 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
       if constexpr (kLog) out[j] = v[1][j] - ExpDifference<T>(v[0][j], C(0)) * f.sum;
       else if constexpr (sizeof(T) == 4) out[j] = v[0][j] * ((v[1][j] - f.sum) - f.rest);
       else out[j] = v[0][j] * (v[1][j] - f.sum);
-      if (!f.alive) out[j] = 0;
+      if (kExcludes ? v[0][j] == C(0) : !f.alive) out[j] = 0;
     }
   }
 
