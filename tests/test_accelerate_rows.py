@@ -300,6 +300,22 @@ def test_operands_of_called_functions(fused):
     assert found.bytes == pytest.approx((5 if fused else 3) * 8192 * 1024 * 4, rel=0.01)
 
 
+@needs_kernels
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (lambda x: x[0], lambda y: y[None]),
+        (lambda x: x.reshape(-1, 4096), lambda y: y.reshape(1, -1, 4096)),
+        (lambda x: jnp.squeeze(x, 0), lambda y: y.reshape(-1, 64, 64)[:, None]),
+    ],
+)
+def test_another_shape_of_the_same_elements_moves_nothing(before, after):
+    f = lambda x: after(jax.nn.softmax(3 * jnp.tanh(before(x)), -1))
+    (found,) = regions(f, spec(1, 16384, 4096), platform="cuda")
+    (plain,) = regions(lambda x: jax.nn.softmax(3 * jnp.tanh(x), -1), spec(16384, 4096), platform="cuda")
+    assert found.taken and found.bytes == plain.bytes, (found, plain)
+
+
 # Arrays in pieces, and of pieces, by primitives of their own and by slices, concatenations and broadcasts.
 PIECES = {
     "split": (lambda x: jnp.split(x, 2, -1), lambda x: [x[:, :2048], x[:, 2048:]]),

@@ -276,10 +276,15 @@ class _Program:
             if region.is_row(v) and (v in self.fused or (v in self.made and not self._is_stored(v))):
                 moved += 2 * bytes_of(v)
         for v in region.results:
-            readers = self.readers.get(v, ())
-            if region.is_row(v) and readers and all(_would_fuse(e, v) for e in readers) and v not in self.results:
+            if region.is_row(v) and self._is_fused(v):
                 moved += 2 * bytes_of(v)
         return moved
+
+    def _is_fused(self, v) -> bool:
+        """Whether XLA computes an array in all that reads it, under whatever shape."""
+        readers = self.readers.get(v, ())
+        fused = lambda e: self._is_fused(e.outvars[0]) if _only_names(e) else _would_fuse(e, v)
+        return bool(readers) and v not in self.results and all(map(fused, readers))
 
     def _lives(self) -> dict:
         """{region: bytes of the arrays that the plain program has while it computes the region, at most; None: the most of all}"""
@@ -292,7 +297,7 @@ class _Program:
     def _is_stored(self, v) -> bool:
         """Whether XLA stores an array that a region reads: what others than it and other regions read, or what it cannot fuse."""
         e = self.made[v]
-        while e.primitive.name in ("reshape", "convert_element_type", "copy") and v not in self.results:
+        while (_only_names(e) or e.primitive.name in ("convert_element_type", "copy")) and v not in self.results:
             (v,) = variables(e)[:1] or (None,)
             if v not in self.made:
                 return True
@@ -368,6 +373,18 @@ def _renamed(e, names):
     """An equation with the values of `names` under their new names."""
     new = lambda v: names.get(v, v) if is_variable(v) else v
     return e.replace(invars=list(map(new, e.invars)), outvars=list(map(new, e.outvars)))
+
+
+def _only_names(e) -> bool:
+    """Whether an equation gives an array another shape, with the same elements in the same order: nothing is moved."""
+    if e.primitive.name == "broadcast_in_dim":
+        dims = e.params["broadcast_dimensions"]
+        return (
+            len(e.invars) == 1
+            and bytes_of(e.outvars[0]) == bytes_of(e.invars[0])
+            and tuple(sorted(dims)) == tuple(dims)
+        )
+    return e.primitive.name in ("reshape", "squeeze", "expand_dims")
 
 
 def _would_fuse(e, v) -> bool:
