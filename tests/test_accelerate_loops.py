@@ -219,13 +219,6 @@ LEFT = {
         (spec(12, 2, 5000),),
         "the body uses reduce_max at .*test_accelerate_loops.py:[0-9]+.*a reduction over lanes",
     ),
-    "no row": (
-        lambda w, x: lax.scan(
-            lambda h, x: (jnp.roll(h, 1, -1) + jnp.einsum("b,k->bk", x, w), None), jnp.zeros((4, 40)), x
-        )[0],
-        (spec(40), spec(12, 4)),
-        "at .*test_accelerate_loops.py:[0-9]+.*moves data along a dimension that the body does not reduce",
-    ),
     "an index": (
         lambda x, k: lax.fori_loop(0, 99, lambda i, s: s + x[i * k % 99], x[0]),
         (spec(99, 4, 8), spec(dtype=jnp.int32)),

@@ -223,6 +223,19 @@ def observed(scan, n):
     return run, [numbers(n, 5), numbers(STEPS, LANES, n)]
 
 
+def lagged(scan, n):
+    """A filter with a delay line, whose gradient has products of rows and numbers, and reduces no row."""
+
+    def run(w, x):
+        def body(h, x):
+            h = jnp.concatenate([x[:, None], h[:, :-1]], -1)
+            return h, h @ w
+
+        return scan(body, jnp.zeros((LANES, n), x.dtype), x)
+
+    return run, [numbers(n), numbers(STEPS, LANES)]
+
+
 def picked(scan, n):
     """An element of a row, at the index of the largest element of another one. The sign of a 0 that is chosen stays."""
 
@@ -250,7 +263,7 @@ def one_row(scan, n):
 
 SMALL = [(backward, 4), (sinkhorn, 3), (kalman, 2)]  # a thread can hold them
 ROWS = [(backward, 6), (filtered, 17), (viterbi, 6), (sinkhorn, 17), (normalised, 100), (normalised, 513)]
-ROWS += [(covariances, 6), (one_row, 32), (filtered, 1), (kalman, 6), (shifted, 20), (picked, 40)]
+ROWS += [(covariances, 6), (one_row, 32), (filtered, 1), (kalman, 6), (shifted, 20), (picked, 40), (lagged, 4)]
 MORE = [(backward, 2), (backward, 32), (backward, 100), (filtered, 32), (filtered, 100), (viterbi, 100), (sinkhorn, 64)]
 MORE += [(normalised, 2), (normalised, 4000), (covariances, 17), (one_row, 100), (kalman, 17), (shifted, 300)]
 
@@ -333,6 +346,7 @@ ON_THE_CPU = [
     (kalman, 5, "float64", True),
     (shifted, 40, "float32", True),
     (picked, 40, "float32", True),
+    (lagged, 4, "float32", True),
     (moved, 20, "float32", False),
     (constant, 17, "float32", False),
     (ragged, 20, "float32", False),

@@ -64,6 +64,7 @@ class RowProgram(Program):
 
     def rewritten(self, e, operands):
         if e.primitive.name == "dot_general":
+            self._has_products = True
             return operands, lambda a, b: _product(a, b, e.params)
         return super().rewritten(e, operands)
 
@@ -107,7 +108,7 @@ class RowProgram(Program):
             raise _SumsOver(dims)
         super().fail_of_sum(v)
 
-    _finds_rows = False
+    _finds_rows = _has_products = False
 
     def _sums_behind(self, values, dims) -> frozenset:
         """The lanes of the sums that values depend on, if these are not given."""
@@ -143,9 +144,7 @@ class RowProgram(Program):
                 break
             self.rows |= more
         self._finds_rows = False
-        if self.rows and not any(map(self.reduced, self.steps)):
-            for _, step in self._moved:
-                self.fail(step, "which moves data along a dimension that the body does not reduce")
+        if self.rows and not self._has_products and not any(map(self.reduced, self.steps)):  # a thread runs a lane
             raise Unsupported(f"{self.label} reduces no row")
         for step in self.steps:
             if self.reduced(step) and REDUCTIONS[step.name] not in _ARRAYS:
