@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern._core import algorithms, cubin, launch, registry, runtime
+from jaxkern._core import algorithms, cubin, launch, registry, runtime, timing
 from jaxkern.benchmark import Benchmark
 
 MODULE = registry.kernels.module
@@ -127,6 +127,19 @@ def test_benchmark():
     assert min(found.us, found.xla_us, found.copy_us, found.enqueue_us) > 0
     assert found.of_copy == found.copy_us / found.us and found.over_xla == found.xla_us / found.us
     assert re.match(r"[\d.e+]+ us, [\d.e+]+ times as fast as XLA .* of a copy of .* MB ", str(found))
+
+
+def test_readings_wait_for_results():
+    class Result:
+        ready = False
+
+        def block_until_ready(self):
+            self.ready = True
+            return self
+
+    results = []
+    timing.Candidate(lambda: results.append(Result()) or results[-1], [()]).read()
+    assert results[-1].ready and sum(r.ready for r in results) == 3  # two readings before, and no wait between calls
 
 
 def test_benchmark_says_where_the_host_is_the_limit():

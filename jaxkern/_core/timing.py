@@ -44,7 +44,7 @@ class Candidate:
             self.next = (self.next + 1) % len(self.sets)
             if k + 1 == timed:
                 enqueued = time.perf_counter()
-        jax.block_until_ready(kept)
+        jax.block_until_ready(list(kept))  # JAX does not look into a deque
         return (time.perf_counter() - start) / calls, (enqueued - start) / timed
 
 
