@@ -354,12 +354,36 @@ def _kernel(ctx, loop, operands, avals, types, target) -> list:
         for k, aval in zip(at, jax.eval_shape(firsts, *(avals[k] for k in at))):
             in_memory[reads.index(k)] = jax.core.ShapedArray(aval.shape, aval.dtype)
     inner = ctx.replace(avals_in=in_memory, avals_out=writes)
-    found = launch.lower(inner, target, loop.launches, [values[k] for k in reads])
+    given = [values[k] for k in reads]
+    shared = _in_place(loop, reads, given, in_memory, writes)
+    options = {"operand_output_aliases": shared} if shared else {}
+    found = launch.lower(inner, target, loop.launches, given, **options)
 
     sums = program.zeros
     given = [program.num_consts + k for k in sums]
     after = lambda *arrays: core.after(arrays[len(sums) :], dict(zip(sums, arrays)), types)
     return _in_jnp(ctx, after, [*(avals[k] for k in given), *writes], [*(operands[k] for k in given), *found])
+
+
+def _in_place(loop, reads, given, avals, results) -> dict:
+    """{operand: result} of first carries that the last ones may overwrite, as XLA's loops do, so that a loop needs no more memory.
+
+    The thread that reads the first carry of a lane writes its last one, and no other thread reads it: threads do not share steps, and
+    the carry has an element for each lane. reads, given, avals: positions, values and types of the kernel's operands.
+    """
+    program, core = loop.program, loop.core
+    if loop.launches.algorithm not in ("lanes", "lane"):
+        return {}
+    found = {}
+    for place, k in enumerate(reads):
+        carry = k - program.num_consts
+        if k not in core.inits or given.count(given[place]) > 1 or stablehlo.is_kept(given[place]):
+            continue  # XLA would copy it
+        every_lane = set(program.dims).issubset(core.carries[carry].dims)
+        same = (avals[place].shape, avals[place].dtype) == (results[carry].shape, results[carry].dtype)
+        if every_lane and same:
+            found[place] = carry
+    return found
 
 
 def of_scan(ctx, operands, params, label) -> Loop:
