@@ -7,6 +7,7 @@ scan is lowered by JAX's rule.
 
 import contextlib
 import functools
+import itertools
 import math
 import typing
 
@@ -355,7 +356,10 @@ def _kernel(ctx, loop, operands, avals, types, target) -> list:
             in_memory[reads.index(k)] = jax.core.ShapedArray(aval.shape, aval.dtype)
     inner = ctx.replace(avals_in=in_memory, avals_out=writes)
     given = [values[k] for k in reads]
-    shared = _in_place(loop, reads, given, in_memory, writes)
+    shared = in_place(core, loop.launches, in_memory, writes)
+    # What is read twice, or is there after the program, XLA would copy.
+    alone = lambda x: given.count(x) == 1 and not stablehlo.is_kept(x)
+    shared = {k: result for k, result in shared.items() if alone(given[k])}
     options = {"operand_output_aliases": shared} if shared else {}
     found = launch.lower(inner, target, loop.launches, given, **options)
 
@@ -365,24 +369,19 @@ def _kernel(ctx, loop, operands, avals, types, target) -> list:
     return _in_jnp(ctx, after, [*(avals[k] for k in given), *writes], [*(operands[k] for k in given), *found])
 
 
-def _in_place(loop, reads, given, avals, results) -> dict:
-    """{operand: result} of first carries that the last ones may overwrite, as XLA's loops do, so that a loop needs no more memory.
+def in_place(core, launches, operands, results) -> dict:
+    """{operand of a kernel: its result} of first carries that the last ones may overwrite, as in XLA's loops.
 
     The thread that reads the first carry of a lane writes its last one, and no other thread reads it: threads do not share steps, and
-    the carry has an element for each lane. reads, given, avals: positions, values and types of the kernel's operands.
+    the carry has an element for each lane. operands, results: the types of the kernel's.
     """
-    program, core = loop.program, loop.core
-    if loop.launches.algorithm not in ("lanes", "lane"):
+    if launches.algorithm not in ("lanes", "lane"):
         return {}
-    found = {}
-    for place, k in enumerate(reads):
-        carry = k - program.num_consts
-        if k not in core.inits or given.count(given[place]) > 1 or stablehlo.is_kept(given[place]):
-            continue  # XLA would copy it
-        every_lane = set(program.dims).issubset(core.carries[carry].dims)
-        same = (avals[place].shape, avals[place].dtype) == (results[carry].shape, results[carry].dtype)
-        if every_lane and same:
-            found[place] = carry
+    found, first = {}, core.program.num_consts
+    for k, place in zip(core.inits, itertools.count(len(core.consts))):
+        a, y = operands[place], results[k - first]
+        if set(core.program.dims).issubset(core.carries[k - first].dims) and (a.shape, a.dtype) == (y.shape, y.dtype):
+            found[place] = k - first
     return found
 
 
