@@ -4,7 +4,7 @@ import functools
 import math
 import typing
 
-from jaxkern._core import algorithms, define, functor, launch
+from jaxkern._core import algorithms, define, functor, launch, memo
 from jaxkern._core.cpp import Unsupported, cpp_type
 from jaxkern._core.define import ceil_div, fast_divmod
 from jaxkern._core.jaxprs import computing
@@ -37,6 +37,7 @@ HEADER = "rows/rows.cuh"
 NAME = "Function"
 MOST_ARRAYS = 20
 MOST_SIZE = (1 << 31) - (1 << 20)  # of a dimension: the columns of the last tile of a row are numbers of 32 bits
+SOURCES = 1024  # structs that are kept
 SHARED = 48 * 1024  # bytes of static shared memory, which functions of a kernel do not share
 
 
@@ -110,6 +111,12 @@ def plan(device, operands, results, *, function, alone=False):
     return _at_any_alignment(algorithm, problem, launches, single)
 
 
+@memo.remembered(SOURCES)
+def _source(function, keeps):
+    """The struct of a function: of launches for arrays that are aligned, for others, and of the next program."""
+    return source(function.core, NAME, keeps)
+
+
 def _at_any_alignment(algorithm, problem, launches, single):
     """The plan. launches, single: the methods of `_Rows` for arrays whose rows start on packs, and for others."""
     aligned = launches(problem)
@@ -136,7 +143,7 @@ class _Rows(typing.NamedTuple):
         return self.function.core
 
     def code(self, keeps) -> str | None:
-        found = source(self.core, NAME, keeps)
+        found = _source(self.function, keeps and bool(self.core.kept_values))
         if found.size > functor.MOST:
             functor.warn_of_size(self.function.label, found.size)
             return None
