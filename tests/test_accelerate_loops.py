@@ -485,21 +485,3 @@ def test_values_of_random_programs(number):
         own = jax.jit(lambda *a: program.f(*a))(*program.args)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(own), strict=True):
         random_loops.compare(program, np.asarray(random_loops.words(b)), np.asarray(random_loops.words(a)))
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", ["donated", "kept", "made", "the same twice", "without a lane's dimension"])
-def test_last_carries_take_the_memory_of_first_ones(name):
-    """Unless XLA would have to copy these, or several threads read an element of them."""
-    step = lambda k, c: (c[0] + 0.1 * c[1], c[1] - 0.1 * jnp.sin(c[0]))
-    loop = lambda a, b: lax.fori_loop(0, 1000, step, (a, b))
-    functions = {"made": lambda a, b: loop(a * 2, b * 3), "the same twice": lambda a, b: (lambda c: loop(c, c))(a * 2)}
-    functions["without a lane's dimension"] = lambda a, b: lax.scan(
-        lambda c, x: (c + 1, c * x), a[:64] * 2, jnp.ones((1000, 4096, 64))
-    )
-    f = jax.jit(functions.get(name, loop), donate_argnums=(0, 1) if name == "donated" else ())
-    x = spec(1 << 18)
-    with jaxkern.accelerate():
-        text = f.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
-    assert "custom_call @jaxkern_scan" in text
-    assert text.count("output_operand_alias<") == (2 if name in ("donated", "made") else 0)

@@ -14,7 +14,7 @@ from scan_functions import FUNCTIONS
 
 import jaxkern
 from jaxkern._core import algorithms, compat, device, registry
-from jaxkern._engines.loops import ahead, lowering, plan, tuning
+from jaxkern._engines.loops import ahead, plan, tuning
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
 
@@ -150,9 +150,7 @@ def run(made, core, given, avals, length, unaligned) -> list:
     program, first = core.program, core.program.num_consts
     starts = {first + k: np.asarray(core.first(k, given[first + k])) for k in program.linear}
     reads = [starts.get(k, given[k]) for k in (*core.consts, *program.inits, *core.xs)]
-    types = [jax.ShapeDtypeStruct(*t) for t in core.shapes(length)]
-    aliases = lowering.in_place(core, made, reads, types) if core.inits == list(program.inits) else {}
-    arrays = emulated.run(made, reads, core.shapes(length), unaligned, aliases=aliases.items())
+    arrays = emulated.run(made, reads, core.shapes(length), unaligned)
     return core.after(list(map(jnp.asarray, arrays)), {k: given[first + k] for k in program.zeros}, avals)
 
 

@@ -7,7 +7,6 @@ scan is lowered by JAX's rule.
 
 import contextlib
 import functools
-import itertools
 import math
 import typing
 
@@ -355,34 +354,12 @@ def _kernel(ctx, loop, operands, avals, types, target) -> list:
         for k, aval in zip(at, jax.eval_shape(firsts, *(avals[k] for k in at))):
             in_memory[reads.index(k)] = jax.core.ShapedArray(aval.shape, aval.dtype)
     inner = ctx.replace(avals_in=in_memory, avals_out=writes)
-    given = [values[k] for k in reads]
-    shared = in_place(core, loop.launches, in_memory, writes)
-    # What is read twice, or is there after the program, XLA would copy.
-    alone = lambda x: given.count(x) == 1 and not stablehlo.is_kept(x)
-    shared = {k: result for k, result in shared.items() if alone(given[k])}
-    options = {"operand_output_aliases": shared} if shared else {}
-    found = launch.lower(inner, target, loop.launches, given, **options)
+    found = launch.lower(inner, target, loop.launches, [values[k] for k in reads])
 
     sums = program.zeros
     given = [program.num_consts + k for k in sums]
     after = lambda *arrays: core.after(arrays[len(sums) :], dict(zip(sums, arrays)), types)
     return _in_jnp(ctx, after, [*(avals[k] for k in given), *writes], [*(operands[k] for k in given), *found])
-
-
-def in_place(core, launches, operands, results) -> dict:
-    """{operand of a kernel: its result} of first carries that the last ones may overwrite, as in XLA's loops.
-
-    The thread that reads the first carry of a lane writes its last one, and no other thread reads it: threads do not share steps, and
-    the carry has an element for each lane. operands, results: the types of the kernel's.
-    """
-    if launches.algorithm not in ("lanes", "lane"):
-        return {}
-    found, first = {}, core.program.num_consts
-    for k, place in zip(core.inits, itertools.count(len(core.consts))):
-        a, y = operands[place], results[k - first]
-        if set(core.program.dims).issubset(core.carries[k - first].dims) and (a.shape, a.dtype) == (y.shape, y.dtype):
-            found[place] = k - first
-    return found
 
 
 def of_scan(ctx, operands, params, label) -> Loop:
