@@ -125,7 +125,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(256, 2, 32, 2, 32, 4, 10, 4e-3, jnp.float32, 16, 1e-3, 1e-5),
-    "small": Preset(256, 3, 96, 3, 128, 16, 120, 4e-3, jnp.float32, 256, 1e-3, 1e-5),
+    "small": Preset(256, 3, 96, 3, 128, 16, 120, 2e-3, jnp.float32, 256, 1e-3, 1e-5),
     "gpt2": Preset(50257, 12, 768, 12, 1024, 32, 300, 6e-4, jnp.bfloat16, 256, 3e-2, 3e-2),
 }
 
