@@ -1,6 +1,7 @@
 """source and benchmark: the kernels of a function, and its times."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,7 @@ def test_a_kernel_that_does_not_compile_is_shown(monkeypatch):
     """The generated source helps then most."""
     f = jaxkern.elementwise_kernel(lambda x: x * 3)
     compile = MODULE.compile
-    broken = type("Module", (), {"compile": staticmethod(lambda h, n, c, s: compile(h, n, c, s + "?"))})
+    broken = types.SimpleNamespace(compile=lambda h, n, c, s: compile(h, n, c, s + "?"), prefetch=lambda *_: None)
     monkeypatch.setattr(runtime, "problem", lambda *_: "")
     monkeypatch.setattr(registry, "kernels", registry.Module(broken))
     (kernel,) = jaxkern.source(f)(X)
