@@ -1,6 +1,6 @@
 """Which algorithm runs an operation on CUDA: ask for it, or force one, in tests and benchmarks.
 
-    algorithms.names("softmax")                                   -> ("lanes", "warp", "block", ...)
+    algorithms.names("softmax")                                   -> ("thread", "lanes", "warp", ...)
     algorithms.choose("softmax", 49152, 512, dtype="bfloat16")         -> "warp"; works without a GPU
     algorithms.choose("index_add", 169343, 1166243, 128)               -> "sort"
     algorithms.choose("reduce_sum", 1, 1 << 26, device=algorithms.A100)     -> "split"
@@ -57,7 +57,7 @@ def names(operation: str) -> tuple[str, ...]:
 
     >>> from jaxkern import algorithms
     >>> algorithms.names("reduce_sum")
-    ('lanes', 'warp', 'block', 'cluster', 'streaming', 'split', 'strided')
+    ('thread', 'lanes', 'warp', 'block', 'cluster', 'streaming', 'split', 'strided')
     """
     return tuple(_family("names", operation).plan.ALGORITHMS)
 

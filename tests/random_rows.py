@@ -33,7 +33,7 @@ LONG = (300, 512, 777, 1024, 2049)
 OTHERS = ((), (1,), (2,), (7,), (3, 2), (1, 5), (4, 1), (2, 3, 2), (2, 1, 3), (1, 1), (33,), (5, 5))
 EMPTY = ((0,), (2, 0), (0, 3))
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool")
-ALGORITHMS = ("auto", "lanes", "warp", "block", "streaming", "strided", "split")
+ALGORITHMS = ("auto", "thread", "lanes", "warp", "block", "streaming", "strided", "split")
 
 
 @jax.custom_vjp

@@ -215,7 +215,7 @@ def test_bad_algorithm_query(problem, kind, words):
         with pytest.raises(kind) as error:
             ask(**problem)
         assert str(error.value).startswith(f"jaxkern.algorithms.{name}: {words}")
-    with pytest.raises(ValueError, match="reduce_max has no algorithm 'pipeline', there are lanes"):
+    with pytest.raises(ValueError, match="reduce_max has no algorithm 'pipeline', there are thread, lanes"):
         algorithms.fits("reduce_max", "pipeline", 8, 64)
 
 

@@ -71,6 +71,12 @@ CASES = [
     ("smoothed_loss", (9, 301), "bfloat16", False, "lanes"),
     ("smoothed_loss", (3, 3001), "float32", False, "streaming"),
     ("smoothed_loss", (3, 3001), "float32", False, "split"),
+    ("residual", (3, 2, 97, 3), "bfloat16", True, "thread"),
+    ("masked", (3, 2, 50, 6), "float16", True, "thread"),
+    ("smoothed_loss", (133, 5), "float64", False, "thread"),
+    ("totals", (4, 200, 7), "float32", False, "thread"),
+    ("dropped", (2, 70, 31), "float32", True, "thread"),
+    ("places", (150, 2), "bfloat16", False, "thread"),
 ]
 
 
@@ -435,8 +441,8 @@ def test_blocks_that_join_parts(parts):
 
 
 def test_packs_of_transposed_operands_start_where_rows_do():
-    """Rows of 7 elements are read in aligned packs only if each array has them in the order of the results."""
-    x, y = jax.ShapeDtypeStruct((5, 3, 7), jnp.float32), jax.ShapeDtypeStruct((3, 5, 7), jnp.float32)
+    """Rows of 77 elements are read in aligned packs only if each array has them in the order of the results."""
+    x, y = jax.ShapeDtypeStruct((5, 3, 77), jnp.float32), jax.ShapeDtypeStruct((3, 5, 77), jnp.float32)
     ragged = lambda f, *types: "kRagged" in planned(trace(f, types, -1, "f")[0]).launches[0].name
     assert ragged(lambda x: x * 2, x) and not ragged(lambda x, y: x + jnp.swapaxes(y, 0, 1), x, y)
 
@@ -458,6 +464,28 @@ def test_packs_and_registers_of_odd_rows_with_columns(width, dtype, gradient, pa
     name = planned(traced_shape("rms_norm", (4096, width), dtype, gradient)).launches[0].name
     found = [int(n) for n in name.split(", ")[1:6]]
     assert [found[0], found[2], found[4]] == [pack, packs, blocks]
+
+
+@needs_compiler
+@plans.needs_runtime
+def test_threads_read_and_write_transposed_rows_element_by_element():
+    """Rows of 7 elements, of which the block copies those that lie side by side in the order of the rows."""
+    f = lambda x, y: (jax.nn.softmax(x + jnp.swapaxes(y, 0, 1), -1), jnp.swapaxes(x * 2, 0, 1), x < 0.5)
+    args = operands("x", (5, 31, 7), "bfloat16") + operands("x", (31, 5, 7), "bfloat16")
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args], -1, "f")
+    found = planned(function)
+    assert found.algorithm == "thread"
+    check(found, function, args, "bfloat16")
+
+
+@needs_compiler
+@plans.needs_runtime
+def test_threads_store_an_odd_number_of_8_bit_floats():
+    x = operands("x", (70, 33), "float32")
+    f = lambda x: jnp.clip(x / jnp.max(jnp.abs(x), -1, keepdims=True) * 448, -448, 448).astype(jnp.float8_e4m3fn)
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in x], -1, "f")
+    (y,) = emulated.run(planned(function, "thread"), x, plan.outputs(function))
+    np.testing.assert_array_equal(y.astype(np.float32), np.asarray(f(jnp.asarray(x[0])), np.float32))
 
 
 def traced_shape(name, shape, dtype, gradient=False):

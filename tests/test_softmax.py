@@ -436,7 +436,7 @@ def test_force_is_local_and_restored():
             assert of.setdefault(algorithm, text(f)) == text(f)
     assert len(set(of.values())) == 3 and of["auto"] == automatic
     with (
-        pytest.raises(ValueError, match="softmax has no algorithm 'blok', there are lanes"),
+        pytest.raises(ValueError, match="softmax has no algorithm 'blok', there are thread, lanes"),
         algorithms.force(softmax="blok"),
     ):
         pass

@@ -141,7 +141,7 @@ class _Model:
             factor = CLUSTER_SUMS
         elif not core.of_kind("row") and len(core.stages) > 1:
             factor = READS_ALONE
-        if self._ragged():
+        if self._ragged() and plan.algorithm != "thread":
             factor *= RAGGED.get(self.narrow, RAGGED[2])
         passes = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in core.passes]
         passes.append([o.value for o in core.outputs if o.kind in ("row", "columns")])

@@ -91,6 +91,8 @@ template <class T, int N> __device__ __forceinline__ void StoreElement(Pack<T, N
     pack.word[0] = T::Converted(x[0], 0) & 0xffu;
   } else if (i % 2) {
     pack.word[i / 4] |= static_cast<uint32_t>(T::Converted(x[i - 1], x[i])) << i / 2 % 2 * 16;
+  } else if (i == N - 1) {
+    pack.word[i / 4] |= (T::Converted(x[i], 0) & 0xffu) << i % 4 * 8;
   }
 }
 

@@ -43,7 +43,8 @@ template <class T> constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
 // N elements as they lie in memory, stored as 32-bit words. Storing elements instead would make the compiler unpack loaded
 // vectors into 16-bit registers, and wait for each load before it issues the next.
-template <class T, int N> struct alignas(N * sizeof(T) < 4 ? 4 : N * sizeof(T)) Pack {
+// Aligned to the largest power of two that divides their size, and to a word.
+template <class T, int N> struct alignas(N * sizeof(T) % 4 ? 4 : (N * sizeof(T)) & (0 - N * sizeof(T))) Pack {
   static constexpr int kWords = (N * sizeof(T) + 3) / 4;
   uint32_t word[kWords];
 };

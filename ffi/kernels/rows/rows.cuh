@@ -77,6 +77,10 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
 
   template <int N> using RowPacks = Slots<RowIndex, Pack<R, N>...>;
   template <int N> using ColumnPacks = Slots<ColumnIndex, Pack<C, N>...>;
+  // Of rows: what is stored, the values of N elements before they are rounded, and those of elements that are summed over rows.
+  template <int N> using ResultPacks = Slots<ResultIndex, Pack<Y, N>...>;
+  template <int N> using ResultValues = Slots<ResultIndex, Own<Y>[N]...>;
+  template <int N> using SumTerms = Slots<ColumnSumIndex, S[N]...>;
 
   // What a thread holds of a row: packs of N elements as they were read, and the values of them that F keeps.
   template <int N, int kCount> struct Held {
@@ -332,6 +336,8 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
       std::conditional_t<kShared, SharedSums<N, kPacks, kThreads, S...>, RegisterSums<N, kPacks, S...>>;
   template <int N, int kCount> using SumsOf = RegisterSums<N, (kCount > 0 ? kCount : 1), S...>;
   using TotalSlots = Slots<TotalIndex, T...>;
+  template <size_t I> using RowType = typename TypeAt<I, R..., void>::type;
+  template <size_t K> using ResultType = typename TypeAt<K, Y..., void>::type;
   template <size_t L> using SumType = typename TypeAt<L, S..., void>::type;
   template <size_t I> using TotalType = typename TypeAt<I, T..., void>::type;
 
@@ -344,10 +350,10 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
                                                      std::index_sequence<K...>, std::index_sequence<L...>) {
     ColumnPacks<N> c;
     LoadColumns<N, kEnds>(a, column, c, columns);
-    Slots<ResultIndex, Pack<Y, N>...> y;
+    ResultPacks<N> y;
     ((At<K>(y) = ZeroPack<Y, N>()), ...);
-    Slots<ColumnSumIndex, S[N]...> term;
-    Slots<ResultIndex, Own<Y>[N]...> value;
+    SumTerms<N> term;
+    ResultValues<N> value;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       F::Result(n, column + i, column, kept[i], WideElement(At<I>(x), i)..., WideElement(At<J>(c), i)...,

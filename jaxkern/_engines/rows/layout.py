@@ -1,5 +1,6 @@
 """Which algorithm runs a row function, and how many threads hold a row.
 
+thread               a thread holds short rows, which a block reads and writes as one span of memory
 lanes, warp, block   threads of a part of a warp, of a warp, or of a block hold a row in registers
 cluster              sm_90 and newer: 2 to 16 blocks hold a row in registers
 streaming            a block reads a row again in each stage: any length
@@ -14,7 +15,7 @@ import typing
 from jaxkern._core.define import CUDA_TYPES, busy_parts, ceil_div
 from jaxkern._engines.rows import tuning
 
-ALGORITHMS = ("lanes", "warp", "block", "cluster", "streaming", "split", "strided")
+ALGORITHMS = ("thread", "lanes", "warp", "block", "cluster", "streaming", "split", "strided")
 DTYPES = tuple(CUDA_TYPES)
 IN_REGISTERS = ("lanes", "warp", "block", "cluster")
 
@@ -29,6 +30,8 @@ class Problem(typing.NamedTuple):
     guarded: whether some elements need not be read, by masks of places.
     shifts: if rows side by side are no whole packs, elements so far apart start at the same place of a pack; 1 otherwise.
     pivots: whether a maximum and exponentials relative to it take one stage. columns: whether arrays of columns are read.
+    vector: elements of 16 bytes of the narrowest array of rows; `pack` if 0. staged: bytes of an element of all arrays that are read, or
+    of all that are written; `bytes` if 0.
     """
 
     rows: int
@@ -48,6 +51,8 @@ class Problem(typing.NamedTuple):
     pivots: bool = False
     guarded: bool = False
     columns: bool = False
+    vector: int = 0
+    staged: int = 0
 
     @property
     def strided(self) -> bool:
@@ -84,6 +89,8 @@ class Layout(typing.NamedTuple):
 def fits(algorithm, problem, device=None) -> bool:
     if problem.strided or algorithm == "strided":
         return problem.strided and algorithm in ("strided", "split")
+    if algorithm == "thread":
+        return alone(problem) is not None
     if algorithm == "streaming":
         return not problem.sums
     return algorithm == "split" or layout(algorithm, problem, device) is not None
@@ -92,8 +99,11 @@ def fits(algorithm, problem, device=None) -> bool:
 def choose(problem, device=None) -> str:
     if problem.strided:
         return "split" if parts_of(problem, device) > 1 else "strided"
+    vector = problem.vector or problem.pack
+    if (problem.width % vector or problem.width == 2 * vector) and fits("thread", problem, device):
+        return "thread"
     keep = (a for a in IN_REGISTERS if problem.kept and _layout(a, problem, tuning.KEPT_WORDS, device))
-    found = next(keep, None) or next(a for a in ALGORITHMS if fits(a, problem, device))
+    found = next(keep, None) or next(a for a in ALGORITHMS[1:] if fits(a, problem, device))
     if found in ("block", "cluster") and not problem.sums and problem.width * problem.bytes >= tuning.SPREAD_BYTES:
         idle = lambda a: _idle(layout(a, problem, device), problem, device)
         found = next(a for a in (found, "cluster", "split") if fits(a, problem, device) and not idle(a))
@@ -143,6 +153,8 @@ def resident(how, problem, shared, stays, device) -> int:
         and problem.width % problem.pack == 0
     ):
         registers = min(registers, 64)
+    if packs > how.packs:
+        registers = max(registers, tuning.RAGGED_REGISTERS)
     if packs > how.packs and how.packs * problem.pack * kept > tuning.RAGGED_WORDS and not problem.sums:
         registers = 168
     if packs > how.packs and problem.pack == 8 and problem.columns and how.group < 32 and words > tuning.LANE_WORDS:
@@ -247,6 +259,34 @@ def _holds(how, problem, most, most_kept) -> bool:
 def _has_clusters(device) -> bool:
     """Whether a device runs clusters of 16 blocks, as GPUs of data centres do."""
     return device is None or device.compute_capability >= 90 and device.shared_memory >= 227 * 1024
+
+
+# ---- short rows
+
+
+class Alone(typing.NamedTuple):
+    """How threads hold short rows: rows of a thread, threads of a block, blocks of a multiprocessor."""
+
+    rows: int
+    threads: int
+    blocks: int
+
+
+def alone(problem) -> Alone | None:
+    """The layout of rows that threads hold alone; None if they are too long for it."""
+    width, vector = problem.width, problem.vector or problem.pack
+    words = lambda each: width * (each * problem.bytes + 2 * problem.sums) / 4
+    halves = width % 2 and vector >= 8 and words(2) <= tuning.THREAD_TWO  # two rows are whole words
+    # More of very short rows, while the vectors of threads have no bank conflicts.
+    few = lambda each: each * width <= tuning.THREAD_ELEMENTS and each * (width & -width) <= vector
+    each = next((n for n in (8, 4, 2) if few(n)), 2 if halves else 1)
+    bytes_of = width * max(each * max(problem.staged, problem.bytes), problem.sums)
+    threads = next((n for n in (128, 64, 32) if n * bytes_of <= tuning.THREAD_ROOM), None)
+    spills = vector <= 2 and width * problem.kept > tuning.KEPT_WORDS  # dear values in float64
+    if width > tuning.THREAD_WIDTH or words(each) > tuning.THREAD_WORDS or threads is None or spills:
+        return None
+    registers = next(r for most, r in tuning.THREAD_REGISTERS if words(each) <= most)
+    return Alone(each, threads, max(1, 65536 // registers // threads))
 
 
 # ---- rows that are not the last dimension

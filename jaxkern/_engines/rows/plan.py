@@ -18,6 +18,7 @@ from jaxkern._engines.rows.layout import (
     Layout,
     Problem,
     across,
+    alone,
     choose,
     fits,
     joining,
@@ -31,7 +32,7 @@ from jaxkern._engines.rows.layout import (
     strided_pack,
     tiles_of,
 )
-from jaxkern._engines.rows.program import groups_of_index
+from jaxkern._engines.rows.program import adjacent, groups_of_index
 
 HEADER = "rows/rows.cuh"
 NAME = "Function"
@@ -90,7 +91,7 @@ def plan(device, operands, results, *, function, alone=False):
     row_types = [*(operands[k].dtype for k in core.rows), *(o.dtype for o in core.of_kind("row"))]
     # A single row counts as a column.
     row_bytes = [d.itemsize for d in row_types] or [operands[k].dtype.itemsize for k in core.columns] or [4]
-    pack = tuning.PACK_BYTES // max(2, min(row_bytes))
+    pack = vector = tuning.PACK_BYTES // max(2, min(row_bytes))
     same = all([d for d in v.dims if d is not None] == [*program.others, program.row] for v in views)
     summed = sum(computing(o.value.aval.dtype).itemsize for o in columns)
     divisor = math.gcd(width, pack)  # packs of so many elements start where rows do
@@ -102,12 +103,17 @@ def plan(device, operands, results, *, function, alone=False):
     narrow = any(o.dtype.itemsize == 1 for o in core.of_kind("row"))
     stores = bool(core.of_kind("row") or columns)
     more = {"pivots": bool(core.pivots), "guarded": bool(guards(core)), "columns": bool(core.columns)}
+    more |= {"vector": vector, "staged": max(held, sum(o.dtype.itemsize for o in core.of_kind("row")))}
     numbers = (rows, width, held, pack, summed, core.kept_words, len(core.stages))
     problem = Problem(*numbers, narrow=narrow, stores=stores, **more)
     algorithm = _picked(function, problem, device)
     own = _Rows(device, function, arrays, rows, width)
     launches = own.split if algorithm == "split" else functools.partial(own.launches, algorithm)
-    single = launches if fits(algorithm, problem._replace(pack=1), device) else own.split
+    unaligned, single = algorithm, launches
+    if algorithm == "thread":
+        launches, problem = functools.partial(own.threads, views), problem._replace(pack=vector)
+        unaligned, single = "lanes", functools.partial(own.launches, "lanes")
+    single = single if fits(unaligned, problem._replace(pack=1), device) else own.split
     return _at_any_alignment(algorithm, problem, launches, single)
 
 
@@ -200,6 +206,25 @@ class _Rows(typing.NamedTuple):
         args, grid = [self.arguments(walkers, sums)], walkers * cluster
         launch = Launch(HEADER, name, args, grid, how.threads, cluster=cluster, shared=shared, waves=waves, source=code)
         return (launch, *after), scratch
+
+    def threads(self, views, problem):
+        """views: the arrays of rows."""
+        core, how = self.core, alone(problem)
+        code = self.code(keeps=self.width * problem.kept <= tuning.KEPT_WORDS)
+        walkers, stays = (
+            ceil_div(self.rows, how.rows * how.threads),
+            bool(core.of_kind("columns") or core.of_kind("total")),
+        )
+        if stays:
+            walkers = min(walkers, tuning.SUM_BLOCKS * self.device.sm_count * (512 // how.threads))
+        if code is None or walkers >= 1 << 31:
+            return None
+        sums, scratch, after = _sums(core, walkers, self.width)
+        dims = [*self.function.program.others, self.function.program.row]
+        apart = sum(1 << k for k, v in enumerate(views) if [d for d in v.dims if d is not None] != dims)
+        sizes = f"{self.width}, {how.rows}, {how.threads}, {how.blocks}, {apart}, {str(stays).lower()}"
+        args, name = [self.arguments(walkers, sums)], f"ThreadRowsKernel<{NAME}, {sizes}>"
+        return (Launch("rows/thread.cuh", name, args, walkers, how.threads, source=code), *after), scratch
 
     def split(self, problem):
         core, pack, threads = self.core, problem.pack, tuning.SPLIT_THREADS
@@ -408,20 +433,10 @@ def _strided(device, operands, arrays, function, views):
         partial=max(core.partial_bytes, default=0),
         stores=bool(core.of_kind("row") or core.of_kind("columns")),
     )
-    problem = shifted(problem, _adjacent(program, inner, views), numbers)
+    problem = shifted(problem, adjacent(program, inner, views), numbers)
     algorithm = _picked(function, problem, device)
     launches = functools.partial(_Rows(device, function, arrays, rows, width).strided, algorithm)
     return _at_any_alignment(algorithm, problem, launches, launches)
-
-
-def _adjacent(program, inner, views) -> int:
-    """How many rows lie side by side in all of these arrays that have the dimension `inner`; 0 if they differ in their dimensions."""
-    dims = [[d for d in v.dims if d is not None] for v in views]
-    whole = next(own for own in dims if inner in own)
-    at = whole.index(program.row)
-    before, after = whole[:at], whole[at + 1 :]
-    alike = all(own == whole if inner in own else not {*own} & {*after} for own in dims)
-    return math.prod(d.size for d in after) if alike and [*before, *after] == [*program.others] else 0
 
 
 def _stride(value, dim) -> int:

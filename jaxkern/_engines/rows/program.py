@@ -206,6 +206,16 @@ def groups_of_index(program, index) -> list:
     return merged((d.size, index.get(d, 0)) for d in reversed(program.others))
 
 
+def adjacent(program, inner, views) -> int:
+    """How many rows lie side by side in all of these arrays that have the dimension `inner`; 0 if they differ in their dimensions."""
+    dims = [[d for d in v.dims if d is not None] for v in views]
+    whole = next(own for own in dims if inner in own)
+    at = whole.index(program.row)
+    before, after = whole[:at], whole[at + 1 :]
+    alike = all(own == whole if inner in own else not {*own} & {*after} for own in dims)
+    return math.prod(d.size for d in after) if alike and [*before, *after] == [*program.others] else 0
+
+
 def strides_of(value) -> list:
     """(dimension, stride) of an array whose elements are numbered in row-major order."""
     shape = value.aval.shape

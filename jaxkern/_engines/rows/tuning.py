@@ -60,6 +60,8 @@ FEW_REGISTERS = ((8, 40), (24, 64), (40, 80), (1 << 30, 128))  # where fewer are
 # Clusters for few rows have 64 registers in a thread, so that more of them run at once, if a thread has at most so many words, and if
 # there are at most so many blocks for each multiprocessor.
 AT_ONCE_WORDS, AT_ONCE_BLOCKS = 32, 16
+# Registers of rows that are not whole packs, at least [rms_norm with a scale in float32, bfloat16 x 3 in a lane: 966 us, 1499 with 40].
+RAGGED_REGISTERS = 64
 # Rows that are not whole packs need more registers where a thread keeps more than so many words and sums nothing over rows [softmax,
 # bfloat16 x 50257: 46 spills with 128 registers].
 RAGGED_WORDS = 48
@@ -81,6 +83,15 @@ STREAM_THREADS = 512  # of a block that streams rows
 STREAM_PACKS = 4  # per thread, in flight
 SUM_BLOCKS = 2  # blocks of a multiprocessor that stay to sum over rows
 GROUPED_BLOCKS, SUM_GROUPS = 2048, 64  # sums of so many blocks are added in groups first
+
+# Where a thread holds whole rows: their elements, the words of a thread's rows and twice those of sums, and bytes of shared memory of a
+# block, at most [share, bfloat16 x 3: 146 us, 1068 in lanes, XLA 307; x 63: 157, 181, 403; float32 x 3: 150, 278, 170; x 63: 145, 147, 267].
+# So are rows of two vectors, which a lane would read at every other place [H100; rms_norm, bfloat16 x 16: 197 us, 222 in lanes].
+# Such words of two rows, with which a thread takes two of 16 bits and an odd width [x 17: 145 us, 162 with one]; elements of a thread that
+# takes more rows [x 3: 146 us, 158 with 8, 232 with one row]; and (words, registers) [x 31: 144 us, 245 with 64].
+THREAD_WIDTH, THREAD_WORDS, THREAD_ROOM = 64, 128, 40 * 1024
+THREAD_TWO, THREAD_ELEMENTS = 32, 16
+THREAD_REGISTERS = ((8, 64), (24, 80), (48, 128), (1 << 30, 168))
 
 # Where the row is not the last dimension.
 STRIDED_WORDS = 32  # of elements of rows that a thread holds
