@@ -143,7 +143,7 @@ def check_coverage(chosen, shape, dtype, extras, backward, on):
 def test_algorithms():
     choose = functools.partial(algorithms.choose, device=device.H200)
     widths = (128, 512, 1001, 4096, 65536, 65544, 1 << 19, 1 << 20, 65541)
-    expected = ["warp"] * 2 + ["generated"] + ["block"] * 2 + ["cluster"] * 2 + ["streaming"] * 2
+    expected = ["warp"] * 2 + ["generated"] + ["block"] * 2 + ["cluster"] * 2 + ["streaming", "generated"]
     assert [choose("rms_norm", 8192, n, dtype="bfloat16") for n in widths] == expected
     assert choose("rms_norm", 8192, 65536, dtype="bfloat16", backward=True) == "cluster"
     assert algorithms.choose("rms_norm", 8192, 65544, dtype="bfloat16", device=DEVICES[1]) == "streaming"
@@ -164,10 +164,13 @@ def test_algorithms():
         ("layer_norm", (4096, 65536), "bfloat16", "scale", "block", "cluster"),
         ("layer_norm", (4096, 4100), "float16", "scale bias", None, "block"),
         ("layer_norm", (4096, 1001), "float16", "scale bias", "lanes", "block"),
-        ("rms_norm", (4096, 4097), "bfloat16", "residual scale", None, "block"),
+        ("rms_norm", (4096, 4097), "bfloat16", "residual scale", "block", "block"),
         ("layer_norm", (4096, 12345), "bfloat16", "scale bias", "block", "cluster"),
         ("rms_norm", (4096, 33), "bfloat16", "scale", "thread", "thread"),
         ("layer_norm", (4096, 7), "float32", "residual scale bias", "thread", "thread"),
+        ("layer_norm", (4096, 44), "bfloat16", "scale bias", "thread", "warp"),
+        ("layer_norm", (4096, 4098), "bfloat16", "residual scale bias", "block", "block"),
+        ("rms_norm", (4096, 65537), "bfloat16", "scale", "cluster", "cluster"),
     ],
 )
 def test_generated_or_by_hand(name, shape, dtype, extras, forward, backward):

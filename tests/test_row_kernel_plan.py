@@ -51,7 +51,7 @@ CASES = [
     ("layer_norm", (7, 777), "bfloat16", False, "block"),
     ("layer_norm", (70, 777), "float32", True, "block"),
     ("rms_norm", (29, 777), "float32", True, "cluster"),
-    ("rms_norm", (70, 5201), "bfloat16", True, "split"),
+    ("rms_norm", (70, 6201), "bfloat16", True, "split"),
     ("masked", (3, 2, 4, 40), "float16", True, "lanes"),
     ("causal", (1, 2, 12, 20), "float32", False, "streaming"),
     ("masked", (2, 3, 64, 40), "float32", False, "lanes"),
@@ -448,21 +448,24 @@ def test_packs_of_transposed_operands_start_where_rows_do():
 
 
 @pytest.mark.parametrize(
-    "width, dtype, gradient, pack, packs, blocks",
+    "name, width, dtype, gradient, pack, packs, blocks",
     [
-        (777, "bfloat16", False, 8, 6, 6),
-        (1001, "bfloat16", False, 8, 8, 5),  # the fewest registers without spills
-        (2001, "bfloat16", False, 8, 8, 6),  # lanes of a warp move columns alike
-        (1001, "bfloat16", True, 1, 16, 8),
-        (4097, "float16", True, 1, 17, 2),
-        (4100, "float16", True, 4, 5, 2),
-        (12345, "bfloat16", True, 8, 3, 1),
-        (12348, "bfloat16", True, 4, 7, 1),
+        ("rms_norm", 777, "bfloat16", False, 8, 6, 6),
+        ("rms_norm", 1001, "bfloat16", False, 8, 8, 5),  # the fewest registers without spills
+        ("rms_norm", 2001, "bfloat16", False, 8, 8, 6),  # lanes of a warp move columns alike
+        ("rms_norm", 1001, "bfloat16", True, 1, 16, 8),
+        ("rms_norm", 4097, "float16", True, 1, 17, 2),
+        ("rms_norm", 6001, "bfloat16", True, 1, 24, 2),
+        ("rms_norm", 8191, "bfloat16", True, 8, 4, 2),
+        ("layer_norm", 8191, "bfloat16", True, 1, 16, 1),
+        ("rms_norm", 4100, "float16", True, 4, 5, 2),
+        ("rms_norm", 12345, "bfloat16", True, 8, 3, 1),
+        ("rms_norm", 12348, "bfloat16", True, 4, 7, 1),
     ],
 )
-def test_packs_and_registers_of_odd_rows_with_columns(width, dtype, gradient, pack, packs, blocks):
-    name = planned(traced_shape("rms_norm", (4096, width), dtype, gradient)).launches[0].name
-    found = [int(n) for n in name.split(", ")[1:6]]
+def test_packs_and_registers_of_odd_rows_with_columns(name, width, dtype, gradient, pack, packs, blocks):
+    kernel = planned(traced_shape(name, (4096, width), dtype, gradient)).launches[0].name
+    found = [int(n) for n in kernel.split(", ")[1:6]]
     assert [found[0], found[2], found[4]] == [pack, packs, blocks]
 
 

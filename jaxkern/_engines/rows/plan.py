@@ -96,7 +96,8 @@ def plan(device, operands, results, *, function, alone=False):
     summed = sum(computing(o.value.aval.dtype).itemsize for o in columns)
     divisor = math.gcd(width, pack)  # packs of so many elements start where rows do
     half = 2 * divisor == pack and width * min(row_bytes) <= tuning.HALF_PACK_BYTES
-    short = divisor >= tuning.SUMMED_PACK or width < tuning.RAGGED_PACKS[pack] * pack
+    ragged, more = tuning.RAGGED_PACKS[pack]
+    short = divisor >= tuning.SUMMED_PACK or width < (ragged + more * summed) * pack
     if half or not same or (summed and short):
         pack = divisor
     held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]

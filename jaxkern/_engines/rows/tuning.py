@@ -69,12 +69,13 @@ RAGGED_WORDS = 48
 # read, and a thread has more than so many words: each lane moves columns by another distance [rms_norm, bfloat16 65536 x 1001: 69 us,
 # 78 with 80 registers and 28 spills, 72 with 128; layer_norm 81, 97 and 85; scale_norm 68, 81 and 71].
 LANE_WORDS, LANE_REGISTERS = 28, 96
-# Packs of a row, at least, where it is not whole packs and columns are summed, by elements of a pack. Packs of shorter rows divide them
-# [layer scale, residual and norm, gradient, bfloat16 172738 x 777: 564 us in packs of 1, 627 in packs of 8; 10872 x 12345: 753
-# and 715; float32 172738 x 777: 1222 and 1311, RMS norm 562 and 614, gated norm x 1001: 1114 and 959; float32 on an H100. Gradients on an
-# H200, bfloat16: 65536 x 1001, layer_norm 171 and 198, scale_norm 149 and 160; 32768 x 4097, layer_norm 373 and 459, rms_norm 319 and 342;
-# 10872 x 12345, rms_norm 364 and 307, scale_norm 363 and 334].
-RAGGED_PACKS = {2: 128, 4: 200, 8: 640}
+# (packs of a row, at least, where it is not whole packs and columns are summed, so many more for each byte of an element's sums), by elements
+# of a pack. Packs of shorter rows divide them [layer scale, residual and norm, gradient, bfloat16 172738 x 777: 564 us in packs of 1, 627
+# in packs of 8; 10872 x 12345: 753 and 715; float32 172738 x 777: 1222 and 1311, RMS norm 562 and 614, gated norm x 1001: 1114 and 959;
+# float32 on an H100. Gradients on an H200, bfloat16: 65536 x 1001, layer_norm 171 and 198, scale_norm 149 and 160; 32768 x 4097, layer_norm
+# 373 and 459, rms_norm 319 and 342; 10872 x 12345, rms_norm 364 and 307, scale_norm 363 and 334. On an H100, one sum, 22000 x 6001:
+# rms_norm 316 and 312, scale_norm 315 and 341; x 8191: rms_norm 485 and 442; two sums, layer_norm: 506 and 672, x 8191 714 and 807].
+RAGGED_PACKS = {2: (128, 0), 4: (200, 0), 8: (512, 64)}
 # Packs of so many elements that divide rows stay as they are there, however long rows are [gradients, bfloat16 32768 x 4100: rms_norm 283
 # us, 341 in packs of 8, layer_norm 312 and 458, scale_norm 277 and 341].
 SUMMED_PACK = 4

@@ -4,6 +4,8 @@ A number that was measured has its case in brackets; times are device times on a
 numbers were not measured.
 """
 
+from jaxkern._engines.rows import layout
+
 # Packs of a row in a lane, by default; beyond, a block has the row [bfloat16 65536 x 1001: rms_norm 144 us, 83 in a block, its gradient 253
 # and 179].
 WARP_PACKS = 8
@@ -30,9 +32,9 @@ STREAM_THREADS, COLUMN_THREADS, SUMS_COLUMNS, SUMS_THREADS = 512, 128, 32, 512  
 WARP_VECTORS = 128  # of a row that lanes of a warp hold
 CLUSTER_WIDTH = 1 << 17  # of 16-bit elements, that 8 blocks hold
 STREAM_ROWS = 128  # at least: a row takes a block
-ODD_WIDTHS = 64, 1 << 14  # of 16-bit rows that are no whole vectors, on generated kernels: 77 to 12345 were measured
-# Rows that are no whole vectors, which a thread holds in generated kernels [bfloat16 x 3: 142 us, at the copy; by hand a warp has a row]
-SHORT_WIDTH = 64
+# Of 16-bit rows that are no whole vectors, on generated kernels: 77 to 65537 were measured, and 2^20 + 1, where XLA is faster [H100;
+# bfloat16 16 x 1048577 forward, rms_norm and layer_norm: 53 and 67 us, XLA 44 and 57].
+ODD_WIDTHS = 64, 1 << 17
 
 
 def generated(p) -> bool:
@@ -44,18 +46,21 @@ def generated(p) -> bool:
     32768 x 4097, 319 and 451 (XLA), of 32768 x 4100, 283 and 314; layer_norm of 10872 x 12345, 406 and 912, but of 32768 x 4100, 312 and
     304. Odd rows forward, bfloat16, rms_norm and layer_norm: 524288 x 77, 65 and 74, 65 and 89; 65536 x 1001, 69 and 82, 81 and 120. XLA's
     programs there: 32768 x 4097, 129 and 179, 163 and 247; 10872 x 12345, 135 and 262, 168 and 358; 32768 x 4100, rms_norm 129 and 148, but
-    layer_norm 162 and 157. Forward: float32 rows of 2048 to 8192, within 1 %; layer_norm of bfloat16 32768 x 4096, 132 and
-    143, but of 8192 x 5120, 54 and 48, and with a residual 16384 x 8192, 325 and 267. The gradients of bfloat16 rows in whole
+    layer_norm 162 and 157. The same on an H100: layer_norm of 32768 x 4098, 181 and 224, its gradient 365 and 391 (by hand); 2048 x 65537,
+    rms_norm 211 and 294, layer_norm 250 and 324; with a residual, 65536 x 1001, 179 and 189, 181 and 194 (by hand), 32768 x 4097, 355 and
+    571, 357 and 606. Forward: float32 rows of 2048 to 8192, within 1 %; layer_norm of bfloat16 32768 x 4096, 132 and 143, but of
+    8192 x 5120, 54 and 48, and with a residual 16384 x 8192, 325 and 267. The gradients of bfloat16 rows in whole
     vectors: rms_norm of 32768 x 4096, 259 and 228, layer_norm 325 and 238.
     """
-    size, same, partial = p.itemsizes[0], p.itemsizes[0] == p.itemsizes[1], _is_partial(p)
-    if p.width <= SHORT_WIDTH and p.pack < p.vector:
+    size, same = p.itemsizes[0], p.itemsizes[0] == p.itemsizes[1]
+    if p.pack < p.vector and _is_short(p):
         return True
     power = p.width & (p.width - 1) == 0
     odd = size == 2 and same and p.pack < p.vector and ODD_WIDTHS[0] <= p.width <= ODD_WIDTHS[1]
-    if odd and not p.backward and not p.residual and (p.pack == 1 or (partial and not p.centre)):
+    partial = _is_partial(p) and not (p.centre and p.pack == 4)
+    if odd and not p.backward and (p.pack == 1 or partial):
         return True
-    if partial and p.scale_sum and (not p.centre or (odd and p.pack == 1)):
+    if partial and p.scale_sum and (odd or not p.centre):
         return True
     if size > 4 or not same or p.width > 8192:
         return False
@@ -70,6 +75,19 @@ def generated(p) -> bool:
     if size == 2 or p.pack < p.vector:
         return False
     return 1024 <= p.width <= 4096 and power if p.centre else p.width <= 128 or p.width >= 2048
+
+
+def _is_short(p) -> bool:
+    """Whether threads hold rows alone in generated kernels, at the speed of a copy.
+
+    In microseconds, rms_norm of 2^28 bytes in bfloat16 on an H200: 142 in rows of 3, 145 in rows of 7, where a copy takes 140. By hand,
+    4194304 x 7, which are 2^26 bytes at most, took 142 on an H100 and 64 in XLA.
+    """
+    size, out = p.itemsizes
+    held = size * (1 + p.residual) + out * p.backward
+    sums = max(size, 4) * p.sums * p.backward
+    rows = layout.Problem(p.rows, p.width, held, p.pack, sums, vector=16 // min(size, out))
+    return layout.alone(rows) is not None
 
 
 def _is_partial(p) -> bool:
