@@ -88,10 +88,11 @@ GROUPED_BLOCKS, SUM_GROUPS = 2048, 64  # sums of so many blocks are added in gro
 # Where a thread holds whole rows: their elements, the words of a thread's rows and twice those of sums, and bytes of shared memory of a
 # block, at most [share, bfloat16 x 3: 146 us, 1068 in lanes, XLA 307; x 63: 157, 181, 403; float32 x 3: 150, 278, 170; x 63: 145, 147, 267].
 # So are rows of two vectors, which a lane would read at every other place [H100; rms_norm, bfloat16 x 16: 197 us, 222 in lanes].
-# Such words of two rows, with which a thread takes two of 16 bits and an odd width [x 17: 145 us, 162 with one]; elements of a thread that
-# takes more rows [x 3: 146 us, 158 with 8, 232 with one row]; and (words, registers) [x 31: 144 us, 245 with 64].
 THREAD_WIDTH, THREAD_WORDS, THREAD_ROOM = 64, 128, 40 * 1024
+# Such words of two rows, with which a thread takes two of 16 bits and an odd width [x 17: 145 us, 162 with one]; and elements of a thread
+# that takes more rows [x 3: 146 us, 158 with 8, 232 with one row].
 THREAD_TWO, THREAD_ELEMENTS = 32, 16
+# (words, registers) [x 31: 144 us, 245 with 64].
 THREAD_REGISTERS = ((8, 64), (24, 80), (48, 128), (1 << 30, 168))
 
 # Where the row is not the last dimension.
