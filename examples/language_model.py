@@ -16,9 +16,10 @@ The table has the bits per byte on held-out files, which agree in the first digi
 milliseconds of a step, which are of interest on a GPU. The exit status is 1 if the curves disagree by more
 than the preset's bounds.
 
-  --preset small   one token a byte. Takes a minute on 2 cores and reaches about 3.1 bits per
-                   byte (8 is no model at all). The curves part by rounding only, some
-                   millionths of a bit; a softmax gradient wrong by 5 % breaks the bounds.
+  --preset small   one token a byte. Takes a minute on 2 cores and reaches about 3.4 bits per
+                   byte (8 is no model at all). The curves part by rounding only: some
+                   millionths of a bit on a CPU, more on a GPU, where kernels round otherwise.
+                   A softmax gradient wrong by 5 % breaks the bounds.
   --preset gpt2    a vocabulary of 50257 (256 bytes and 50001 merges, trained first; corpus.py says
                    how), 12 layers, 768 wide, context 1024: the sizes of GPT-2, in bfloat16 with
                    float32 weights. Batch 32 is meant for 80 GB of GPU memory or more.

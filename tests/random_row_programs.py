@@ -46,6 +46,7 @@ class Program:
         rng = np.random.default_rng((*self.key, 1))
         pool, any_of = [x, y, x * w], lambda choices: choices[rng.integers(len(choices))]
         width, rows = x.shape[-1], x.shape[-2]
+        at, places = jnp.arange(rows), jnp.maximum(2 * jnp.arange(width) - 3, 0) // 2
         for _ in range(self.steps):
             a, b = any_of(pool), any_of(pool)
             kind = rng.integers(13)
@@ -58,7 +59,7 @@ class Program:
             elif kind == 5:
                 new = a * jax.lax.rsqrt(jnp.mean(a * a, -1, keepdims=True) + 1e-3) * any_of((w, 1.0, 1 + w))
             elif kind == 6:
-                new = jax.nn.softmax(jnp.where(jnp.arange(width) <= jnp.arange(rows)[:, None], a, -1e9), axis=-1)
+                new = jax.nn.softmax(jnp.where(places <= (places if width == rows else at)[:, None], a, -1e9), axis=-1)
             elif kind == 7:
                 new = a @ self.matrix
             elif kind == 8:

@@ -1,5 +1,6 @@
 """Rows of plain JAX programs under `accelerate(only="rows")`: results, what is taken, and where regions end."""
 
+import functools
 import re
 
 import exact_row_programs
@@ -286,17 +287,19 @@ def test_memory_is_not_taken_for_time(width, taken):
 
 @needs_kernels
 @pytest.mark.parametrize("fused", [False, True])
-def test_operands_of_called_functions(fused):
+@pytest.mark.parametrize("shape", [(8192, 1024), (1, 8192, 1024)])
+def test_operands_of_called_functions(shape, fused):
     """What XLA would compute inside of a function that is called is stored for a kernel in it, and counts twice."""
 
     @jax.jit
     def called(x):
+        x = x.reshape(8192, 1024)
         for _ in range(70):  # it is not inlined
             x = x * 1.5
         return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)), x
 
     with jaxkern.accelerate(only="rows"):
-        (found,) = regions(lambda x: called(jnp.sin(x) if fused else x), spec(8192, 1024), platform="cuda")
+        (found,) = regions(lambda x: called(jnp.sin(x) if fused else x), spec(*shape), platform="cuda")
     assert found.bytes == pytest.approx((5 if fused else 3) * 8192 * 1024 * 4, rel=0.01)
 
 
@@ -307,6 +310,7 @@ def test_operands_of_called_functions(fused):
         (lambda x: x[0], lambda y: y[None]),
         (lambda x: x.reshape(-1, 4096), lambda y: y.reshape(1, -1, 4096)),
         (lambda x: jnp.squeeze(x, 0), lambda y: y.reshape(-1, 64, 64)[:, None]),
+        (lambda x: x[0], lambda y: functools.reduce(lambda y, _: jax.lax.squeeze(y[None], (0,)), range(400), y)),
     ],
 )
 def test_another_shape_of_the_same_elements_moves_nothing(before, after):

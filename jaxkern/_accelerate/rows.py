@@ -282,9 +282,14 @@ class _Program:
 
     def _is_fused(self, v) -> bool:
         """Whether XLA computes an array in all that reads it, under whatever shape."""
-        readers = self.readers.get(v, ())
-        fused = lambda e: self._is_fused(e.outvars[0]) if _only_names(e) else _would_fuse(e, v)
-        return bool(readers) and v not in self.results and all(map(fused, readers))
+        pending = [v]
+        while pending:
+            v = pending.pop()
+            readers = self.readers.get(v, ())
+            if not readers or v in self.results or not all(_only_names(e) or _would_fuse(e, v) for e in readers):
+                return False
+            pending += [e.outvars[0] for e in readers if _only_names(e)]
+        return True
 
     def _lives(self) -> dict:
         """{region: bytes of the arrays that the plain program has while it computes the region, at most; None: the most of all}"""
@@ -300,7 +305,7 @@ class _Program:
         while (_only_names(e) or e.primitive.name in ("convert_element_type", "copy")) and v not in self.results:
             (v,) = variables(e)[:1] or (None,)
             if v not in self.made:
-                return True
+                return v not in self.fused
             e = self.made[v]
         return e.primitive.name not in FUSED or any(v in region.made for region in self.regions)
 
