@@ -74,7 +74,7 @@ CASES = [
     ("residual", (3, 2, 97, 3), "bfloat16", True, "thread"),
     ("masked", (3, 2, 50, 6), "float16", True, "thread"),
     ("smoothed_loss", (133, 5), "float64", False, "thread"),
-    ("totals", (4, 200, 7), "float32", False, "thread"),
+    ("totals", (70, 200, 7), "float32", False, "thread"),  # blocks add up the sums of several spans
     ("dropped", (2, 70, 31), "float32", True, "thread"),
     ("places", (150, 2), "bfloat16", False, "thread"),
 ]
@@ -479,6 +479,15 @@ def test_threads_read_and_write_transposed_rows_element_by_element():
     found = planned(function)
     assert found.algorithm == "thread"
     check(found, function, args, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "width, of_bias, algorithm", [(49, (5, 9), "thread"), (49, (9,), "lanes"), (7, (9,), "thread")]
+)
+def test_rows_that_broadcast_are_read_side_by_side(width, of_bias, algorithm):
+    """A thread reads rows element by element that do not lie side by side in the order of the others, unless they are very short."""
+    types = [jax.ShapeDtypeStruct((*shape, width), jnp.bfloat16) for shape in ((5, 9), of_bias)]
+    assert planned(trace(lambda x, bias: jax.nn.softmax(x + bias, -1), types, -1, "f")[0]).algorithm == algorithm
 
 
 @needs_compiler

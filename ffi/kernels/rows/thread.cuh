@@ -10,6 +10,8 @@
 // Bit k of kApart: array k of rows, or result k - kRows, has rows that do not lie side by side in the order of the rows (an operand
 // that broadcasts, or is transposed). Threads read and write its elements one by one.
 //
+// All arrays start on 16 bytes.
+//
 // Memory traffic: each row is read once and each result is written once.
 //
 // Sums over rows: with kStays, a block takes every gridDim.x-th span, and adds up its sums in registers. It writes them, and SumOverBlocks adds

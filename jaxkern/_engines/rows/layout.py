@@ -31,7 +31,7 @@ class Problem(typing.NamedTuple):
     shifts: if rows side by side are no whole packs, elements so far apart start at the same place of a pack; 1 otherwise.
     pivots: whether a maximum and exponentials relative to it take one stage. columns: whether arrays of columns are read.
     vector: elements of 16 bytes of the narrowest array of rows; `pack` if 0. staged: bytes of an element of all arrays that are read, or
-    of all that are written; `bytes` if 0.
+    of all that are written; `bytes` if 0. apart: whether the rows of some array do not lie side by side in the order of the rows.
     """
 
     rows: int
@@ -53,6 +53,7 @@ class Problem(typing.NamedTuple):
     columns: bool = False
     vector: int = 0
     staged: int = 0
+    apart: bool = False
 
     @property
     def strided(self) -> bool:
@@ -90,7 +91,7 @@ def fits(algorithm, problem, device=None) -> bool:
     if problem.strided or algorithm == "strided":
         return problem.strided and algorithm in ("strided", "split")
     if algorithm == "thread":
-        return alone(problem) is not None
+        return held_alone(problem) is not None
     if algorithm == "streaming":
         return not problem.sums
     return algorithm == "split" or layout(algorithm, problem, device) is not None
@@ -100,7 +101,8 @@ def choose(problem, device=None) -> str:
     if problem.strided:
         return "split" if parts_of(problem, device) > 1 else "strided"
     vector = problem.vector or problem.pack
-    if (problem.width % vector or problem.width == 2 * vector) and fits("thread", problem, device):
+    short = not problem.apart or problem.width <= tuning.THREAD_APART
+    if short and (problem.width % vector or problem.width == 2 * vector) and fits("thread", problem, device):
         return "thread"
     keep = (a for a in IN_REGISTERS if problem.kept and _layout(a, problem, tuning.KEPT_WORDS, device))
     found = next(keep, None) or next(a for a in ALGORITHMS[1:] if fits(a, problem, device))
@@ -272,7 +274,7 @@ class Alone(typing.NamedTuple):
     blocks: int
 
 
-def alone(problem) -> Alone | None:
+def held_alone(problem) -> Alone | None:
     """The layout of rows that threads hold alone; None if they are too long for it."""
     width, vector = problem.width, problem.vector or problem.pack
     words = lambda each: width * (each * problem.bytes + 2 * problem.sums) / 4

@@ -18,9 +18,9 @@ from jaxkern._engines.rows.layout import (
     Layout,
     Problem,
     across,
-    alone,
     choose,
     fits,
+    held_alone,
     joining,
     keeps_across,
     layout,
@@ -40,7 +40,6 @@ MOST_ARRAYS = 20
 MOST_SIZE = (1 << 31) - (1 << 20)  # of a dimension: the columns of the last tile of a row are numbers of 32 bits
 SOURCES = 1024  # structs that are kept
 SHARED = 48 * 1024  # bytes of static shared memory, which functions of a kernel do not share
-
 
 # Modules of hand-written kernels, by the name of the operation. by_hand(device, operands, results, function) returns the plan of
 # one, None if XLA is faster than any kernel, or GENERATED.
@@ -101,12 +100,11 @@ def plan(device, operands, results, *, function, alone=False):
     if half or not same or (summed and short):
         pack = divisor
     held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]
-    narrow = any(o.dtype.itemsize == 1 for o in core.of_kind("row"))
-    stores = bool(core.of_kind("row") or columns)
+    stored = [o.dtype.itemsize for o in core.of_kind("row")]
     more = {"pivots": bool(core.pivots), "guarded": bool(guards(core)), "columns": bool(core.columns)}
-    more |= {"vector": vector, "staged": max(held, sum(o.dtype.itemsize for o in core.of_kind("row")))}
-    numbers = (rows, width, held, pack, summed, core.kept_words, len(core.stages))
-    problem = Problem(*numbers, narrow=narrow, stores=stores, **more)
+    more |= {"narrow": 1 in stored, "stores": bool(stored or columns)}
+    more |= {"vector": vector, "staged": max(held, sum(stored)), "apart": not same}
+    problem = Problem(rows, width, held, pack, summed, core.kept_words, len(core.stages), **more)
     algorithm = _picked(function, problem, device)
     own = _Rows(device, function, arrays, rows, width)
     launches = own.split if algorithm == "split" else functools.partial(own.launches, algorithm)
@@ -210,12 +208,10 @@ class _Rows(typing.NamedTuple):
 
     def threads(self, views, problem):
         """views: the arrays of rows."""
-        core, how = self.core, alone(problem)
+        core, how = self.core, held_alone(problem)
         code = self.code(keeps=self.width * problem.kept <= tuning.KEPT_WORDS)
-        walkers, stays = (
-            ceil_div(self.rows, how.rows * how.threads),
-            bool(core.of_kind("columns") or core.of_kind("total")),
-        )
+        walkers = ceil_div(self.rows, how.rows * how.threads)
+        stays = bool(core.of_kind("columns") or core.of_kind("total"))
         if stays:
             walkers = min(walkers, tuning.SUM_BLOCKS * self.device.sm_count * (512 // how.threads))
         if code is None or walkers >= 1 << 31:

@@ -85,15 +85,23 @@ STREAM_PACKS = 4  # per thread, in flight
 SUM_BLOCKS = 2  # blocks of a multiprocessor that stay to sum over rows
 GROUPED_BLOCKS, SUM_GROUPS = 2048, 64  # sums of so many blocks are added in groups first
 
-# Where a thread holds whole rows: their elements, the words of a thread's rows and twice those of sums, and bytes of shared memory of a
-# block, at most [share, bfloat16 x 3: 146 us, 1068 in lanes, XLA 307; x 63: 157, 181, 403; float32 x 3: 150, 278, 170; x 63: 145, 147, 267].
-# So are rows of two vectors, which a lane would read at every other place [H100; rms_norm, bfloat16 x 16: 197 us, 222 in lanes].
+# A thread holds whole rows if a row has at most so many elements, the rows and twice the sums of a thread have so many words, and a block
+# needs so many bytes of shared memory [share, bfloat16 x 3: 146 us, 1068 in lanes, XLA 307; x 63: 157, 181, 403; float32 x 3: 150, 278, 170;
+# x 63: 145, 147, 267]. It also holds rows of two vectors, which a lane would read at every other place [H100; rms_norm, bfloat16 x 16: 197 us,
+# 222 in lanes].
 THREAD_WIDTH, THREAD_WORDS, THREAD_ROOM = 64, 128, 40 * 1024
-# Such words of two rows, with which a thread takes two of 16 bits and an odd width [x 17: 145 us, 162 with one]; and elements of a thread
-# that takes more rows [x 3: 146 us, 158 with 8, 232 with one row].
+# A thread takes two rows of 16 bits and an odd width if these have at most so many words [x 17: 145 us, 162 with one row], and more rows if
+# they have at most so many elements [x 3: 146 us, 158 with 8, 232 with one row].
 THREAD_TWO, THREAD_ELEMENTS = 32, 16
-# (words, registers) [x 31: 144 us, 245 with 64].
-THREAD_REGISTERS = ((8, 64), (24, 80), (48, 128), (1 << 30, 168))
+THREAD_REGISTERS = (
+    (8, 64),
+    (24, 80),
+    (48, 128),
+    (1 << 30, 168),
+)  # (words of a thread, registers) [x 31: 144 us, 245 with 64]
+# The most elements of a row in a thread if the rows of some array do not lie side by side, such as a bias that broadcasts. A warp then reads
+# one element of each of 32 rows at a time, from up to 32 lines of L1. By this count L1 takes longer than memory for longer rows; not measured.
+THREAD_APART = 16
 
 # Where the row is not the last dimension.
 STRIDED_WORDS = 32  # of elements of rows that a thread holds

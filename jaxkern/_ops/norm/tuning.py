@@ -87,7 +87,7 @@ def _is_short(p) -> bool:
     held = size * (1 + p.residual) + out * p.backward
     sums = max(size, 4) * p.sums * p.backward
     rows = layout.Problem(p.rows, p.width, held, p.pack, sums, vector=16 // min(size, out))
-    return layout.alone(rows) is not None
+    return layout.held_alone(rows) is not None
 
 
 def _is_partial(p) -> bool:
