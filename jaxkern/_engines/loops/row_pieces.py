@@ -208,8 +208,8 @@ def owned(nest) -> str | None:
     return "o0" if len(nest.out) == 1 else None
 
 
-def neutral(kind, type_, dtype) -> str:
-    """What changes nothing in a reduction."""
+def neutral(kind, type_, dtype, chooses=False) -> str:
+    """The value that a reduction begins with. chooses: whether it is a sum that chooses an element, as indexing.py writes it."""
     if kind in ("max", "min") and jnp.issubdtype(dtype, jnp.floating):
         return f"{'-' if kind == 'max' else ''}lax::infinity<{type_}>()"
     if kind in ("max", "min"):
@@ -218,6 +218,6 @@ def neutral(kind, type_, dtype) -> str:
         return f"lax::k{'Lowest' if kind == 'max' else 'Highest'}<{type_}>"
     if kind == "and":
         return "true" if type_ == "bool" else f"{type_}(~{type_}(0))"
-    if kind == "add" and jnp.issubdtype(dtype, jnp.floating):
-        return f"-{type_}(0)"  # 0 would change the sign of a sum of -0.0, with which indexing.py chooses an element
+    if chooses and kind == "add" and jnp.issubdtype(dtype, jnp.floating):
+        return f"-{type_}(0)"  # a chosen -0.0 keeps its sign. Other sums of -0.0 are 0, as XLA's
     return f"{type_}({int(kind == 'mul')})"

@@ -306,7 +306,9 @@ class Writer(Pieces):
                     f"if (IsBefore<{is_max}>(a.v{j}, a.i{j}, b.v{j}, b.i{j})) a.v{j} = b.v{j}, a.i{j} = b.i{j};"
                 )
             else:
-                members.append(f"{type_} v{j} = {neutral(kind, type_, nest.terms[j][0].dtype)};")
+                origin = self._p.made[nest.values[j]].origin
+                chooses = origin is not None and origin.primitive.name != "dot_general"
+                members.append(f"{type_} v{j} = {neutral(kind, type_, nest.terms[j][0].dtype, chooses)};")
                 joins.append(f"a.v{j} = lax::{_FUNCTIONS[kind]}(a.v{j}, b.v{j});")
         join = f"static __device__ __forceinline__ void Join({name}& a, const {name}& b) {{ {' '.join(joins)} }}"
         self._types.append(f"struct alignas({align}) {name} {{ {' '.join(members)} {join} }};")
