@@ -77,6 +77,7 @@ CASES = [
     ("totals", (70, 200, 7), "float32", False, "thread"),  # blocks add up the sums of several spans
     ("dropped", (2, 70, 31), "float32", True, "thread"),
     ("places", (150, 2), "bfloat16", False, "thread"),
+    ("pairs", (150, 7), "int8", False, "thread"),  # parts of 8 bits are exchanged as words
 ]
 
 

@@ -35,7 +35,11 @@ class Reduction:
             self.identity = [writer.number(v) for v in step.operands[count:]]
             name = f"{writer.name}Combine{number}_{first}"
             writer.functors.append(_combine(name, step, types))
-            self.combine = [f"{name}()({', '.join([*p, *q, *y])});"]
+            # The functor writes its results in their own types, which may be narrower than parts.
+            own = {to: f"t{first + k}" for k, (to, d) in enumerate(zip(y, types)) if part_type(d) != cpp_type(d)}
+            declare = [f"{cpp_type(d)} {own[to]};" for to, d in zip(y, types) if to in own]
+            call = f"{name}()({', '.join([*p, *q, *(own.get(to, to) for to in y)])});"
+            self.combine = [*declare, call, *(f"{to} = {t};" for to, t in own.items())]
         elif kind in ("argmax", "argmin"):
             self.identity = [_least(types[0], kind[3:]), f"{2**31 - 1}"]
             better = ">" if kind == "argmax" else "<"
