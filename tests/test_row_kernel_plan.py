@@ -473,7 +473,7 @@ def test_packs_and_registers_of_odd_rows_with_columns(name, width, dtype, gradie
 @needs_compiler
 @plans.needs_runtime
 def test_threads_read_and_write_transposed_rows_element_by_element():
-    """Rows of 7 elements, of which the block copies those that lie side by side in the order of the rows."""
+    """The block copies the rows that are adjacent in memory; its threads read and write the transposed ones."""
     f = lambda x, y: (jax.nn.softmax(x + jnp.swapaxes(y, 0, 1), -1), jnp.swapaxes(x * 2, 0, 1), x < 0.5)
     args = operands("x", (5, 31, 7), "bfloat16") + operands("x", (31, 5, 7), "bfloat16")
     function, _, _ = trace(f, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args], -1, "f")

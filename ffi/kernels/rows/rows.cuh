@@ -77,7 +77,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
 
   template <int N> using RowPacks = Slots<RowIndex, Pack<R, N>...>;
   template <int N> using ColumnPacks = Slots<ColumnIndex, Pack<C, N>...>;
-  // Of rows: what is stored, the values of N elements before they are rounded, and those of elements that are summed over rows.
+  // N elements of each result: packs to be stored, and values before rounding. SumTerms: N values for each sum over rows.
   template <int N> using ResultPacks = Slots<ResultIndex, Pack<Y, N>...>;
   template <int N> using ResultValues = Slots<ResultIndex, Own<Y>[N]...>;
   template <int N> using SumTerms = Slots<ColumnSumIndex, S[N]...>;

@@ -14,8 +14,8 @@
 //
 // Memory traffic: each row is read once and each result is written once.
 //
-// Sums over rows: with kStays, a block takes every gridDim.x-th span, and adds up its sums in registers. It writes them, and SumOverBlocks adds
-// those of all blocks in order.
+// Sums over rows: with kStays, a block takes every gridDim.x-th span. It adds up in registers and writes its sums; SumOverBlocks then adds
+// the sums of all blocks in a fixed order.
 #pragma once
 
 #include "rows.cuh"

@@ -60,7 +60,7 @@ FEW_REGISTERS = ((8, 40), (24, 64), (40, 80), (1 << 30, 128))  # where fewer are
 # Clusters for few rows have 64 registers in a thread, so that more of them run at once, if a thread has at most so many words, and if
 # there are at most so many blocks for each multiprocessor.
 AT_ONCE_WORDS, AT_ONCE_BLOCKS = 32, 16
-# Registers of rows that are not whole packs, at least [rms_norm with a scale in float32, bfloat16 x 3 in a lane: 966 us, 1499 with 40].
+# The fewest registers for rows that are not whole packs [rms_norm with a scale in float32, bfloat16 x 3 in a lane: 966 us, 1499 with 40].
 RAGGED_REGISTERS = 64
 # Rows that are not whole packs need more registers where a thread keeps more than so many words and sums nothing over rows [softmax,
 # bfloat16 x 50257: 46 spills with 128 registers].
