@@ -25,9 +25,7 @@ FUSED = ["-O2", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing"]
 _FORMATS = {"u8": "B", "i32": "i", "u32": "I", "f32": "f", "i64": "q", "u64": "Q", "f64": "d"}
 
 
-@functools.cache
-def _folder():
-    return pathlib.Path(tempfile.mkdtemp(prefix="emulated"))
+_FOLDER = tempfile.TemporaryDirectory(prefix="emulated")  # of libraries and headers, until the process ends
 
 
 @functools.cache
@@ -43,7 +41,7 @@ def has_fused() -> bool:
 def _includes(flags):
     """Folders of headers; the first has cuda.h precompiled, which takes half the time of a small library."""
     here, kernels = pathlib.Path(__file__).parent, runtime.kernels_folder()
-    folder = pathlib.Path(tempfile.mkdtemp(dir=_folder()))
+    folder = pathlib.Path(tempfile.mkdtemp(dir=_FOLDER.name))
     out = str(folder / "cuda.h.gch")
     subprocess.check_call([COMPILER, *flags, f"-I{here}", "-x", "c++-header", "-o", out, str(here / "cuda.h")])
     return tuple(f"-I{i}" for i in (folder, here, kernels))
@@ -73,7 +71,7 @@ def _compile(steps, fused=False):
     flags = FUSED if fused else ["-O0", "-ffp-contract=off"]
     # Libraries have functors of the same name, and must not share the shared memory of a kernel.
     flags = ("-std=c++20", *flags, "-w", "-fpermissive", "-fPIC", "-fno-gnu-unique")
-    path = _folder() / hashlib.sha256("\n".join([*flags, *text]).encode()).hexdigest()[:16]
+    path = pathlib.Path(_FOLDER.name) / hashlib.sha256("\n".join([*flags, *text]).encode()).hexdigest()[:16]
     path.with_suffix(".cc").write_text("\n".join(text))
     subprocess.check_call(
         [COMPILER, *flags, "-shared", *_includes(flags)]
