@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks OPERATION | sharding | programs | curves | fit | plot | compare | selftest`."""
+"""The command line: `python -m benchmarks OPERATION | sharding | programs | compiled | curves | fit | plot | compare | selftest`."""
 
 from __future__ import annotations
 
@@ -106,6 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--tune", action="store_true", help="measure under accelerate(tune=True) too")
     p.add_argument("--deterministic", action="store_true", help="measure under accelerate(deterministic=True) too")
     _add_out(p)
+    p = commands.add_parser("compiled", help="what XLA makes of the programs on an H100, without a GPU")
+    p.add_argument("--quick", action="store_true", help="small programs")
+    p.add_argument("--cases", default="", metavar="REGEX", help="only the programs whose name and dtype match")
+    p.add_argument("--deterministic", action="store_true", help="also under accelerate(deterministic=True)")
     p = commands.add_parser(
         "curves", help="compare the losses of programs in training, plain and under jaxkern.accelerate()"
     )
@@ -196,6 +200,10 @@ def main(argv: list[str]) -> int:
         if arguments.explain:
             return programs.explain(arguments)
         return _write(data := programs.run(arguments), programs.table(data), arguments.out)
+    if arguments.command == "compiled":
+        from benchmarks import compiled
+
+        return compiled.run(arguments)
     if arguments.command == "fit":
         from benchmarks import fit
 

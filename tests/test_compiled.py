@@ -1,0 +1,140 @@
+"""What XLA makes of programs for an H100 (benchmarks/compiled.py): with kernels no more bytes, copies or memory than without."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import _hlo, compiled
+from jaxkern._core import registry
+
+MB = 1 << 20
+LARGER = 1.02  # temporary memory of the accelerated program over the plain one's
+WORKSPACE = 16 * MB  # that kernels may need beside it: partial sums, sorted positions
+
+HLO = """
+%body (p: (s32[], f32[8,256])) -> (s32[], f32[8,256]) {
+  %p = (s32[], f32[8,256]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8,256]{1,0} get-tuple-element(%p), index=1
+  %next = s32[] add(%i, %i)
+  %start = ((f32[8,256]{1,0}, s32[]), f32[8,256]{1,0}, u32[]) fusion-start(%x, %i), kind=kLoop, calls=%update
+  %done = f32[8,256]{1,0} fusion-done(%start)
+  ROOT %t = (s32[], f32[8,256]{1,0}) tuple(%next, %done)
+}
+
+%update (a: f32[8,256], k: s32[]) -> f32[8,256] {
+  %a = f32[8,256]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %row = f32[1,256]{1,0} dynamic-slice(%a, %k, %z), dynamic_slice_sizes={1,256}
+  %e = f32[1,256]{1,0} exponential(%row)
+  ROOT %u = f32[8,256]{1,0} dynamic-update-slice(%a, %e, %k, %z)
+}
+
+%turn (b: f32[8,256]) -> f32[256,8] {
+  %b = f32[8,256]{1,0} parameter(0)
+  ROOT %c = f32[256,8]{1,0} transpose(%b), dimensions={1,0}
+}
+
+ENTRY %main (v: f32[8,256]) -> f32[256,8] {
+  %v = f32[8,256]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %s = (s32[], f32[8,256]{1,0}) tuple(%zero, %v)
+  %w = (s32[], f32[8,256]{1,0}) while(%s), condition=%none, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %y = f32[8,256]{1,0} get-tuple-element(%w), index=1
+  %call = (f32[8,256]{1,0}, u8[64]{0}) custom-call(%y, %v), custom_call_target="jaxkern_f", PROGRAM
+  %g = f32[8,256]{1,0} get-tuple-element(%call), index=0
+  %all = f32[8,256]{1,0} all-reduce(%g), replica_groups={{0,1}}
+  ROOT %r = f32[256,8]{1,0} fusion(%all), kind=kInput, calls=%turn
+}
+
+%none (q: (s32[], f32[8,256])) -> pred[] {
+  %q = (s32[], f32[8,256]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+""".replace(
+    "PROGRAM", 'program = "jaxkern\\0Aalignment 16\\0Alaunch grid=1\\0Alaunch grid=1\\0Aalignment 1\\0Alaunch grid=1"'
+)
+
+
+def test_a_program_is_read():
+    add, update, call, exchange, turn = _hlo.steps(HLO)
+    assert add.times == update.times == 5 and update.bytes == 2 * 1024 + 4, "a slice is read, and written in place"
+    assert (call.op, call.bytes, call.launches, call.workspace) == ("jaxkern_f", 3 * 8192, 2, 64)
+    assert (exchange.op, exchange.bytes) == ("all-reduce", 8192)
+    assert (turn.copy, turn.bytes) == ("transpose", 2 * 8192)
+
+
+needs_xla = pytest.mark.skipif(bool(compiled.missing()), reason=compiled.missing() or "found")
+needs_kernels = pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
+spec = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+
+
+def rms_norm(x, w):
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * w
+
+
+def layer(x, w, norm, wanted):
+    y = jax.nn.gelu(rms_norm(x, norm) @ w)
+    return jnp.square(rms_norm(x + y, norm) - wanted).mean()
+
+
+def language_loss(x, w, labels):
+    logits = jax.nn.log_softmax((x @ w).astype(jnp.float32))
+    return -jnp.take_along_axis(logits, labels[:, None], 1).mean()
+
+
+def graph_layer(x, w, senders, receivers):
+    return jnp.square(jax.ops.segment_sum((x @ w)[senders], receivers, len(x))).mean()
+
+
+def advantages(rewards, values, ends):
+    def back(later, now):
+        reward, value, following, end = now
+        own = reward + 0.99 * following * (1 - end) - value + 0.99 * 0.95 * (1 - end) * later
+        return own, own
+
+    steps = rewards, values[:-1], values[1:], ends
+    return jax.lax.scan(back, jnp.zeros_like(rewards[0]), steps, reverse=True)[1]
+
+
+half = functools.partial(spec, dtype=jnp.bfloat16)
+whole = functools.partial(spec, dtype=jnp.int32)
+PROGRAMS = {
+    "softmax": (lambda x: jax.nn.softmax(2 * x), spec(4096, 8192)),
+    "a norm and its gradient": (
+        jax.grad(lambda x, w: (rms_norm(x, w) ** 3).sum(), (0, 1)),
+        half(8192, 4096),
+        half(4096),
+    ),
+    "a layer": (jax.grad(layer, (0, 1, 2)), spec(8192, 1024), spec(1024, 1024), spec(1024), spec(8192, 1024)),
+    "the loss of a language model": (jax.grad(language_loss, 1), half(4096, 512), half(512, 32000), whole(4096)),
+    "a graph": (jax.grad(graph_layer, (0, 1)), spec(50000, 64), spec(64, 64), whole(400000), whole(400000)),
+    "advantages": (advantages, spec(512, 8192), spec(513, 8192), spec(512, 8192)),
+    "columns": (lambda x, y: jax.nn.logsumexp(x[:, None] - jnp.square(y), 0), spec(4096), spec(4096, 8192)),
+}
+
+
+@needs_xla
+@needs_kernels
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_more_bytes_copies_or_memory_than_plain(name):
+    found = compiled.compare(PROGRAMS[name][0], *PROGRAMS[name][1:])
+    plain, own = found["plain"], found["accelerated"]
+    assert own.temporary <= LARGER * plain.temporary + WORKSPACE, (own.temporary, plain.temporary)
+    assert own.moved <= plain.moved, [s for s in own.steps if s.bytes > MB]
+    assert own.copied <= plain.copied, own.copies
+
+
+@needs_xla
+@pytest.mark.optimized
+def test_collectives_of_several_devices():
+    mesh, of = compiled.mesh(data=2, model=2), jax.sharding.PartitionSpec
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.float32, sharding=jax.NamedSharding(mesh, of("data", "model")))
+    report = compiled.read(compiled.compile(lambda x: jnp.exp(x).sum(1), x))
+    assert [(s.op, s.bytes) for s in report.collectives] == [("all-reduce", 512 * 4)]
+    assert report.moved == pytest.approx(x.size, rel=0.01) and np.prod(mesh.devices.shape) == 4
