@@ -25,10 +25,15 @@ os.environ.setdefault(
 
 import jax
 import pytest
-from golden import Golden, recorded
 from jax._src.interpreters import mlir
 
-from jaxkern._core import compat
+EMULATED = os.environ.get("EMULATED") == "1"
+if EMULATED:  # before anything imports the library
+    import kernels_on_cpu
+
+from golden import Golden, recorded  # noqa: E402
+
+from jaxkern._core import compat  # noqa: E402
 
 # For tests of the benchmarks; last, so that the package under test stays the installed one.
 sys.path.append(str(pathlib.Path(__file__).parent.parent))
@@ -90,6 +95,12 @@ def pytest_pyfunc_call(pyfuncitem):
         result = yield
     pyfuncitem.config.golden.check(module, pyfuncitem.name, plans)
     return result
+
+
+def pytest_terminal_summary(terminalreporter):
+    if EMULATED and kernels_on_cpu.REFUSED:
+        terminalreporter.section("kernels that the host does not compile: their references ran")
+        terminalreporter.write_line("\n".join(sorted(kernels_on_cpu.REFUSED)))
 
 
 def pytest_sessionfinish(session):

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -35,6 +36,28 @@ def finish(*processes):
     for process, (out, errors) in zip(processes, done):
         assert process.returncode == 0, out + errors
     return [out for out, _ in done]
+
+
+# ---- kernels in place of references, without a GPU
+
+
+EMULATED = """
+import kernels_on_cpu
+import emulated, jax, jaxkern, numpy as np
+
+x = np.random.default_rng(0).standard_normal((5, 33)).astype(np.float32)
+found = jax.jit(lambda x: (jaxkern.cumsum(x, axis=0), jaxkern.row_kernel(lambda x: x - x.max(-1, keepdims=True))(x)))(x)
+np.testing.assert_allclose(found[0], x.astype(np.float64).cumsum(0), rtol=1e-5, atol=1e-5)
+np.testing.assert_array_equal(found[1], x - x.max(-1, keepdims=True))
+print(*sorted({header for (header, _, _), _ in emulated._ENTRIES}), kernels_on_cpu.REFUSED)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_kernels_run_by_emulation():
+    (out,) = finish(start(EMULATED, 1))
+    assert out.split() == ["loops/column_scan.cuh", "rows/rows.cuh", "rows/thread.cuh", "set()"]
 
 
 # ---- the compiler's cache
