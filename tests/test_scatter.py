@@ -15,7 +15,7 @@ from accelerated import PLATFORM
 from plans import check_limits
 
 import jaxkern
-from jaxkern._core import device, functor, registry
+from jaxkern._core import device, functor, launch, registry
 from jaxkern._ops.messages import scatter, scatter_plan
 from jaxkern._ops.messages.edges import EDGE, OTHER, ROW, SHARED
 from jaxkern._ops.messages.scatter_plan import Other
@@ -227,3 +227,49 @@ def test_rows_that_are_read_are_not_updated_in_place():
     (operands,) = re.findall(r"custom-call\((.*?)\), custom_call_target", text)
     operands = operands.split(", ")
     assert operands[0] != operands[3] and "output_to_operand_aliasing={{}: (0, {})}" in text
+
+
+def pulled(springs, strength, places):
+    """Forces of springs on their ends, by the rows of an array [2, springs]."""
+    s, r = springs
+    return jnp.zeros_like(places).at[r].add((places[s] - places[r]) * strength[1, :, None])
+
+
+def in_loop(springs, strength, places):
+    return jax.lax.fori_loop(0, 3, lambda _, x: pulled(springs, strength, x), places)
+
+
+@pytest.mark.skipif(registry.kernels.module is None, reason="no runtime")
+@pytest.mark.parametrize("f", [pulled, jax.jit(pulled), in_loop])
+def test_slices_are_read_where_they_are(f, monkeypatch):
+    """XLA copies slices for a custom call, unless their bytes are a multiple of 256. Kernels get the whole arrays."""
+    rng, n, rows = np.random.default_rng(0), 1501, 300
+    springs = rng.integers(-3, rows + 3, (2, n)).astype(np.int32)
+    strength, places = (rng.integers(-4, 5, s).astype(np.float32) for s in ((2, n), (rows, 3)))
+    args, lists = (springs, strength, places), []
+    text = launch.text
+    monkeypatch.setattr(launch, "text", lambda *given: lists.append(given) or text(*given))
+    with jaxkern.accelerate(force=True):
+        module = jax.jit(lambda *args: f(*args)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = [line for line in module.splitlines() if "custom_call @jaxkern_edge_scatter" in line]
+    types = re.findall(r"tensor<(\w+)>", call.rsplit(" : (", 1)[1].split(") -> ")[0])
+    assert types.count(f"2x{n}xi32") == 2 and types.count(f"2x{n}xf32") == 1 and f"{n}xi32" not in types
+    ((_, plan, operands, results),) = lists
+    assert registry.kernels.module.check(text(*lists[0])) == ""
+    if emulated.COMPILER is not None:
+        named = {a.shape + (a.dtype.name,): a for a in args}
+        given = [named[a.shape + (a.dtype.name,)] for a in operands]
+        (y,) = emulated.run(plan, given, [(a.shape, a.dtype) for a in results])
+        np.testing.assert_array_equal(y, pulled(jnp.asarray(springs), strength, jnp.asarray(places)))
+
+
+def test_what_is_computed_is_cut_before():
+    """A slice of an array that the program computes may be all of it that XLA computes."""
+    types = [
+        jax.ShapeDtypeStruct(s, t) for s, t in (((2, 1501), "int32"), ((2, 1501), "float32"), ((300, 3), "float32"))
+    ]
+    with jaxkern.accelerate(force=True):
+        f = jax.jit(lambda i, w, x: pulled(i % 7, w, x))
+        module = f.trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = [line for line in module.splitlines() if "custom_call @jaxkern_edge_scatter" in line]
+    assert "tensor<2x1501xi32>" not in call

@@ -99,3 +99,36 @@ def test_results_are_not_written_where_operands_are_read(what):
             ys = [run(x) for _ in range(6)]
         np.testing.assert_allclose(ys[0], want, rtol=2e-5, atol=2e-5 * float(jnp.abs(want).max()))
         assert all(bool((y == ys[0]).all()) for y in ys)
+
+
+CUTS = {  # name: (a slice of an array of shape (4, 6, 5), whether it is contiguous there)
+    "rows": (lambda x: x[1:3], True),
+    "a row": (lambda x: x[2], True),
+    "part of a row": (lambda x: x[2, 1:4], True),
+    "a row of a row": (lambda x: x[3, 2], True),
+    "part of that": (lambda x: x[3, 2, 1:3], True),
+    "one element": (lambda x: x[3, 2, 4], True),
+    "a slice of a slice": (lambda x: x[1:][1].reshape(3, 10)[1:, :], True),
+    "one of every second": (lambda x: lax.slice(x, (1, 0, 0), (2, 6, 5), (2, 1, 1)), True),
+    "columns": (lambda x: x[:, 1:], False),
+    "part of each row of a part": (lambda x: x[1, 1:3, :4], False),
+    "every second": (lambda x: lax.slice(x, (0, 0, 0), (4, 6, 5), (2, 1, 1)), False),
+    "backwards": (lambda x: x[::-1], False),
+    "all": (lambda x: x.reshape(120), False),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_contiguous_slices(name):
+    """Where a slice begins in the array that it is a slice of."""
+    cut, contiguous = CUTS[name]
+    module = jax.jit(cut).trace(jax.ShapeDtypeStruct((4, 6, 5), jnp.float32)).lower().compiler_ir("stablehlo")
+    (program,) = (f for f in module.body.operations if str(f.attributes["sym_name"]) == '"main"')
+    *_, last = program.regions[0].blocks[0].operations
+    found = stablehlo.whole_of(last.operands[0])
+    assert (found is not None) == contiguous
+    if found is not None:
+        x = np.arange(120)
+        want = np.asarray(cut(jnp.asarray(x.reshape(4, 6, 5)))).reshape(-1)
+        np.testing.assert_array_equal(x[found[1] :][: want.size], want)
+        assert found[0] == program.regions[0].blocks[0].arguments[0]

@@ -363,6 +363,28 @@ def _message(steps, root, *xs):
 # ---- the message kernel
 
 
+class Cut(typing.NamedTuple):
+    """A contiguous slice of an array, from element `first` on, in the shape of the value that it is."""
+
+    first: int
+    shape: tuple
+
+    def of(self, x):
+        x = x.reshape(-1)
+        return lax.slice(x, (self.first,), (self.first + math.prod(self.shape),)).reshape(self.shape)
+
+
+def with_whole_arrays(chain: Chain) -> tuple:
+    """(the chain with the arguments of the program that its values are slices of in place of these, for each value a Cut or None).
+
+    XLA would copy a slice for a kernel, such as a row of `edges[2, count]`. Kernels with a free order read it where it is.
+    """
+    found = [value.whole if chain.free is not None else None for value in chain.values]
+    cuts = tuple(whole and Cut(whole[1], value.type[0]) for whole, value in zip(found, chain.values))
+    values = tuple(whole[0] if whole else value for whole, value in zip(found, chain.values))
+    return chain._replace(values=values), cuts
+
+
 def _arranged(o: Operand, chain: Chain) -> tuple:
     """The shape of an operand as the primitive takes it: [rows, *features]."""
     features = chain.full[chain.counts :]
@@ -407,9 +429,10 @@ def _has_plan(chain, operand, shapes, dtypes) -> bool:
     return plan.reduce_plan(None, [order, order, order, offsets, *arrays], results, **params) is not None
 
 
-def run(operand, indices, *values, chain: Chain, layout, clip, onto_identity):
-    """The scatter: its operand reduced with the messages."""
+def run(operand, indices, *values, chain: Chain, cuts, layout, clip, onto_identity):
+    """The scatter: its operand reduced with the messages. cuts: see `with_whole_arrays`."""
     rows = operand.shape[0]
+    values = [x if cut is None else cut.of(x) for x, cut in zip(values, cuts)]
     if chain.free is not None:
         arrays = [_arrange(values[o.at], o, chain) for o in chain.operands]
         return unordered.run(operand, values, arrays, chain=chain, clip=clip, onto_identity=onto_identity)

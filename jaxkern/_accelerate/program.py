@@ -94,6 +94,14 @@ def _direction(op) -> str:
     return found[1] if found else ""
 
 
+def _keeps_order(op):
+    return stablehlo.keeps_order(op.ir)
+
+
+def _begin(op):
+    return stablehlo.begin_of_slice(op.ir)
+
+
 def _splat(op):
     return stablehlo.splat(op.ir)
 
@@ -158,6 +166,25 @@ class Value:
                 value = source
             self._base = value
         return self._base
+
+    @property
+    def whole(self):
+        """(the argument of the program that this is a contiguous slice of, the position of its first element there); or None.
+
+        The slice has fixed bounds; it may have another shape, and be a slice of a slice.
+        """
+        value, first, cut = self, 0, False
+        while value.op is not None:
+            if value.op.name == "slice":
+                begin, cut = value.op.once(_begin), True
+                if begin is None:
+                    return None
+                first += begin
+            elif not value.op.once(_keeps_order):
+                return None
+            value = value.op.operands[0]
+        is_array = cut and value.scope is None and value.type is not None and stablehlo.is_argument(value.ir)
+        return (value, first) if is_array else None
 
     @property
     def unwrapped(self):

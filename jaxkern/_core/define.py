@@ -77,6 +77,7 @@ def _lower_to_kernels(
     settled=None,
     left=None,
     cached=True,
+    whole=False,
     on_cpu=None,
 ) -> None:
     """Registers the lowerings of `prim` for CUDA and, with `partition`, for the CPU.
@@ -99,6 +100,7 @@ def _lower_to_kernels(
         not cached.
     left(prim, ctx, operands, params): whether the call is left to the reference for a reason of its own.
     cached=False: the rule is called for every use of `prim`, in the function that contains the use.
+    whole: with cached=False, whether kernels read operands that are slices inside of whole arrays; see `launch.lower`.
     """
     fallbacks = {"cuda": lower_reference(prim, reference), "cpu": lower_reference(prim, on_cpu or reference)}
 
@@ -131,7 +133,7 @@ def _lower_to_kernels(
                 if launches is not None and launches.shared <= gpu.shared_memory:
                     shared = aliases(prim, own, params) if callable(aliases) else aliases
                     given = {"operand_output_aliases": shared} if shared else {}
-                    found = launch.lower(inner, prim.name, launches, own, **given)
+                    found = launch.lower(inner, prim.name, launches, own, whole=whole, **given)
             return fallbacks[platform](ctx, *operands, **params) if found is None else found
 
     registry.register_cuda_target(prim.name)

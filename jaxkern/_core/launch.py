@@ -164,6 +164,7 @@ class Plan:
         return max((step.shared for step in steps if isinstance(step, Launch)), default=0)
 
 
+ALIGNMENT = 16  # bytes
 MOST_BLOCKS, MOST_BLOCKS_Y = 2**31 - 1, 2**16 - 1  # of a grid: along x, and along y or z
 
 
@@ -239,17 +240,22 @@ def _key(program: str) -> np.int64:
 # ---- lowering
 
 
-def lower(ctx, operation: str, plan: Plan, operands, **options):
+def lower(ctx, operation: str, plan: Plan, operands, *, whole: bool = False, **options):
     """Emits `plan` as a custom call of the target `operation`; returns the results.
 
+    whole: an operand that is a contiguous slice is read inside of the array that it is a slice of. This array is then the operand of
+        the call, and XLA does not copy the slice.
     options: passed to `jax.ffi.ffi_lowering`, such as operand_output_aliases.
 
     XLA for GPUs fuses slices of operands, and dynamic-update-slices of results, with a custom call: it passes pointers into
     the larger arrays (DynamicSliceFusionRewriterV2, on by default since jaxlib 0.11). It updates in place, even where
     the call reads the same array, so that kernels would write what others still read. And where a slice is an operand
     that a result overwrites, it passes another array as the result. Barriers keep it from both. Other operands may be slices.
+    XLA copies slices whose bytes are not a multiple of 256.
     """
-    results = list(ctx.avals_out)
+    results, overwritten = list(ctx.avals_out), options.get("operand_output_aliases") or ()
+    if whole:
+        ctx, plan, operands = _with_whole_arrays(ctx, plan, operands, overwritten)
     program = text(operation, plan, ctx.avals_in, results)
     registry.prefetch(program)
     if runtime.dump_folder() and not registry.gpu_present():  # without a GPU, nothing else compiles them
@@ -257,11 +263,47 @@ def lower(ctx, operation: str, plan: Plan, operands, **options):
             registry.dump(*kernel)
     if plan.scratch:
         results.append(jax.core.ShapedArray((plan.scratch,), np.dtype(np.uint8)))
-    overwritten = options.get("operand_output_aliases") or ()
     operands = [stablehlo.apart(x) if k in overwritten else x for k, x in enumerate(operands)]
     rule = jax.ffi.ffi_lowering(operation, **options)
     found = rule(ctx.replace(avals_out=results), *operands, program=program, key=_key(program))
     return [stablehlo.apart(x) for x in found[: len(ctx.avals_out)]]
+
+
+def _with_whole_arrays(ctx, plan: Plan, operands, overwritten) -> tuple:
+    """(ctx, plan, operands) with the arrays that operands are slices of in place of these."""
+    avals, values, begins = list(ctx.avals_in), list(operands), {}
+    for k, (aval, x) in enumerate(zip(avals, values)):
+        found = None if k in overwritten else stablehlo.whole_of(x)
+        if found is None:
+            continue
+        value, first = found
+        begin = first * aval.dtype.itemsize
+        if plan.unaligned is None or begin % ALIGNMENT == 0:  # the runtime looks at where arrays begin
+            shape = tuple(stablehlo.ir.RankedTensorType(value.type).shape)
+            avals[k], values[k], begins[k] = jax.core.ShapedArray(shape, aval.dtype), value, begin
+    return ctx.replace(avals_in=avals), _moved(plan, begins), values
+
+
+def _moved(plan: Plan, begins) -> Plan:
+    """The plan with each operand `begins[operand]` bytes further."""
+
+    def argument(arg):
+        if isinstance(arg, Struct):
+            return Struct(tuple(map(argument, arg.members)), arg.align)
+        is_operand = isinstance(arg, Buffer) and arg.kind == "operand"
+        return arg._replace(offset=arg.offset + begins.get(arg.index, 0)) if is_operand else arg
+
+    def steps(launches):
+        for step in launches:
+            if isinstance(step, Memset):
+                yield dataclasses.replace(step, buffer=argument(step.buffer))
+            else:
+                yield dataclasses.replace(step, args=[*map(argument, step.args)])
+
+    if not begins:
+        return plan
+    unaligned = None if plan.unaligned is None else tuple(steps(plan.unaligned))
+    return dataclasses.replace(plan, launches=tuple(steps(plan.launches)), unaligned=unaligned)
 
 
 # ---- reading launch lists back

@@ -142,6 +142,65 @@ def is_kept(value) -> bool:
     return False
 
 
+def is_argument(value) -> bool:
+    """Whether `value` is an argument of the program or of a loop, and so an array in memory. False where that is not known."""
+    for _ in range(MOST):
+        if maker(value) is not None:
+            return False
+        function, number = value.owner.owner.operation, ir.BlockArgument(value).arg_number
+        if function.name == "sdy.manual_computation":
+            value = function.operands[number]
+        elif function.name != "func.func" or _is_program(function):
+            return True
+        else:
+            value = compat_lowering.passed(value)
+            if value is None:
+                return False
+    return False
+
+
+def whole_of(value):
+    """(the array that `value` is a contiguous slice of, the position of its first element there), or None.
+
+    The slice has fixed bounds; it may have another shape, and be a slice of a slice.
+    """
+    found, first = None, 0
+    while (operation := maker(value)) is not None:
+        if operation.name == "stablehlo.slice":
+            begin = begin_of_slice(operation)
+            if begin is None:
+                break
+            first += begin
+            found = operation.operands[0], first
+        elif not keeps_order(operation):
+            break
+        value = operation.operands[0]
+        found = found and (value, first)
+    return found
+
+
+def keeps_order(operation) -> bool:
+    """Whether an operation changes the shape of its operand alone: the elements stay in their order in memory."""
+    return operation.name == "stablehlo.reshape" or _only_moves_ones(operation)
+
+
+def begin_of_slice(operation) -> int | None:
+    """The position in the operand, in elements, of the first element of a slice; None if its elements are not contiguous there."""
+    shape = tuple(ir.RankedTensorType(operation.operands[0].type).shape)
+    if any(n < 0 for n in shape):
+        return None
+    names = "start_indices", "limit_indices", "strides"
+    starts, limits, strides = (tuple(ir.DenseI64ArrayAttr(operation.attributes[name])) for name in names)
+    sizes = [limit - start for start, limit in zip(starts, limits)]
+    if any(step != 1 and n > 1 for step, n in zip(strides, sizes)):
+        return None
+    # Dimensions of size 1, then perhaps a range of one dimension, then whole dimensions.
+    cut = next((d for d, n in enumerate(sizes) if n != 1), len(sizes))
+    if any(n != whole for n, whole in zip(sizes[cut + 1 :], shape[cut + 1 :])):
+        return None
+    return sum(start * math.prod(shape[d + 1 :]) for d, start in enumerate(starts))
+
+
 def _is_donated(function, number) -> bool:
     if "arg_attrs" not in function.attributes:
         return False

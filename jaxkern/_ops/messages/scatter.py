@@ -50,5 +50,7 @@ edge_scatter_p = primitive(
     ),
     _reference,
     plan=scatter_plan,
+    cached=False,
+    whole=True,
     aliases=lambda prim, operands, params: {0: 0} if "x" in params.get("given", "").split() else {},
 )
