@@ -1,4 +1,4 @@
-"""The coarse arithmetic of 16-bit numbers on the host: each instruction of the GPU's is a call of the C library."""
+"""Arithmetic of 16-bit numbers, and angles in float32, on the host: each instruction of the GPU's is a call of the C library."""
 
 import ctypes
 import platform
@@ -52,6 +52,9 @@ FUNCTIONS = {
 }
 
 
+ANGLES = {"Sin": np.sin, "Cos": np.cos, "Tan": np.tan}  # of float32
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     headers = [
@@ -67,9 +70,10 @@ def library(tmp_path_factory):
     text, count = re.subn(r'asm\("(\w+)[^"]*" : "=f"\((\w+)\) : (.*?)\);', call, text)
     assert count > 5
     loops = "".join(
-        f'extern "C" void {name}(const float* x, float* y, long n) '
-        f"{{ for (long i = 0; i < n; ++i) y[i] = jaxkern::Coarse::{name}(x[i]); }}\n"
-        for name in FUNCTIONS
+        f'extern "C" void {prefix}{name}(const float* x, float* y, long n) '
+        f"{{ for (long i = 0; i < n; ++i) y[i] = jaxkern::{kind}::{name}(x[i]); }}\n"
+        for prefix, kind, names in (("", "Coarse", FUNCTIONS), ("Single", "Single", ANGLES))
+        for name in names
     )
     folder = tmp_path_factory.mktemp("coarse")
     (folder / "all.cc").write_text(SHIM + text + loops)
@@ -122,3 +126,26 @@ def test_what_is_exact(library):
         for sign in (1, -1):
             y = computed(library, name, sign * np.float32([11, 90, 1e4, 3e38, np.inf]))
             np.testing.assert_array_equal(y, sign, name)
+
+
+@pytest.mark.parametrize("name", ANGLES)
+def test_angles_in_float32(library, name):
+    rng = np.random.default_rng()
+    bits = rng.integers(0, 0x7F800000, 300_000, np.uint32).view(np.float32)
+    quarters = np.pi / 2 * rng.integers(0, 70_000, 200_000) + rng.normal(size=200_000) * 10.0 ** rng.uniform(
+        -9, 0, 200_000
+    )
+    x = np.concatenate([bits, quarters.astype(np.float32), rng.uniform(0, 105_615, 200_000).astype(np.float32)])
+    x = np.concatenate([x, -x])
+    wanted = ANGLES[name](x.astype(np.float64))
+    y = computed(library, f"Single{name}", x)
+    last = np.spacing(np.maximum(np.abs(wanted).astype(np.float32), np.float32(2.0**-126))).astype(np.float64)
+    errors = np.abs(y - wanted) / last
+    assert errors.max() <= (4 if name == "Tan" else 2), (x[errors.argmax()], errors.max())
+    if name != "Tan":
+        assert np.abs(y).max() <= 1
+    assert np.isnan(computed(library, f"Single{name}", [np.inf, -np.inf, np.nan])).all()
+    zeros = computed(library, f"Single{name}", [0.0, -0.0])
+    np.testing.assert_array_equal(
+        zeros.view(np.uint32), np.float32([1, 1] if name == "Cos" else [0.0, -0.0]).view(np.uint32)
+    )

@@ -299,6 +299,22 @@ def test_kernels_compile(capability):
             assert registry.kernels.module.compile(step.header, step.name, capability, step.source)
 
 
+@plans.needs_nvrtc
+@pytest.mark.parametrize("name", ["sin", "cos", "tan"])
+def test_large_angles_are_reduced_in_one_place(name):
+    """Inlined in each of 64 steps, the reduction of large angles took two thirds of a second to compile."""
+
+    def compiled(steps):
+        f = lambda xs: jaxkern.scan(lambda c, x: (getattr(jnp, name)(c) + x, c), xs[0], xs)
+        (kernel,) = jaxkern.source(f)(jax.ShapeDtypeStruct((steps, 4096), jnp.float32))
+        assert not kernel.problem
+        return kernel
+
+    few, many = compiled(4), compiled(256)
+    assert few.kernel != many.kernel  # which unrolls more steps
+    assert 0 < many.spills == few.spills  # the digits of such an angle are the only array in local memory
+
+
 def test_cotangents_of_carries_that_broadcast_are_sums_of_lanes():
     """Of a scalar, and of numbers for each feature that it enters; of few lanes and many."""
     for shape in ((20, 40), (3, 4)):

@@ -43,6 +43,7 @@ template <class T> struct Library {
   static C Tanh(C x) { return std::tanh(x); }
   static C Sin(C x) { return std::sin(x); }
   static C Cos(C x) { return std::cos(x); }
+  static C Tan(C x) { return std::tan(x); }
   static C Erf(C x) { return std::erf(x); }
   static C Erfc(C x) { return std::erfc(x); }
   static C Sqrt(C x) { return std::sqrt(x); }
@@ -369,6 +370,7 @@ JAXKERN_ARITHMETIC(log1p, Log1p)
 JAXKERN_ARITHMETIC(tanh, Tanh)
 JAXKERN_ARITHMETIC(sin, Sin)
 JAXKERN_ARITHMETIC(cos, Cos)
+JAXKERN_ARITHMETIC(tan, Tan)
 JAXKERN_ARITHMETIC(erf, Erf)
 JAXKERN_ARITHMETIC(erfc, Erfc)
 JAXKERN_ARITHMETIC(sqrt, Sqrt)
@@ -381,7 +383,6 @@ JAXKERN_ARITHMETIC(rsqrt, Rsqrt)
 JAXKERN_LIBRARY(exp2, exp2)
 JAXKERN_LIBRARY(log2, log2)
 JAXKERN_LIBRARY(cbrt, cbrt)
-JAXKERN_LIBRARY(tan, tan)
 JAXKERN_LIBRARY(asin, asin)
 JAXKERN_LIBRARY(acos, acos)
 JAXKERN_LIBRARY(atan, atan)
