@@ -26,6 +26,17 @@ LABEL = "the body"
 _local = threading.local()
 
 
+def leave(module, scan, why: str) -> None:
+    """Leaves the equation of a scan to XLA. module: the context of the module in which it is lowered."""
+    closed = scan.params["jaxpr"]
+    _left(module)[id(closed)] = closed, why
+
+
+def _left(module) -> dict:
+    """{the body of a scan that is left to XLA, by its id: (it, why)}"""
+    return compat_lowering.of_module(module).setdefault("scans that are left", {})
+
+
 def _line(ctx) -> str:
     return decisions.source_of(compat.frames(ctx.traceback))
 
@@ -75,7 +86,8 @@ def _scan(plain, ctx, *operands, **params):
     read = functools.partial(_read, ctx, operands, closed, *counts, params["length"], params["reverse"])
     unroll = params["length"] if params["unroll"] is True else int(params["unroll"])
     emit = functools.partial(lowering.emit, ctx, operands)
-    decision = gate.steps(params["length"], unroll)
+    _, left = _left(ctx.module_context).get(id(closed), (None, ""))
+    decision = (False, left) if left else gate.steps(params["length"], unroll)
     return _take(SCAN, plain, ctx, list(ctx.avals_in), decision, read, _counted(params["length"]), emit)
 
 

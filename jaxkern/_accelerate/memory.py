@@ -78,8 +78,11 @@ class Live:
             live -= sum(ends.pop(k, ()))
 
 
-def peak(jaxpr, known=None) -> int:
-    """Bytes that a jaxpr needs, with the jaxprs that its equations run. known: {a jaxpr, by its id: (it, its peak)}; it grows."""
+def peak(jaxpr, known=None, donated=True) -> int:
+    """Bytes that a jaxpr needs, with the jaxprs that its equations run. known: {a jaxpr, by its id: (it, its peak)}; it grows.
+
+    donated: as for `Live`, of the jaxpr's own operands.
+    """
     known = {} if known is None else known
     if id(jaxpr) not in known:
         inside = {}
@@ -87,7 +90,7 @@ def peak(jaxpr, known=None) -> int:
             for inner in _inner(e):
                 own = sum(bytes_of(v) for v in {*filter(is_variable, (*inner.invars, *inner.outvars))})
                 inside[id(e)] = max(inside.get(id(e), 0), peak(inner, known) - own)
-        known[id(jaxpr)] = jaxpr, Live(jaxpr.eqns, jaxpr.outvars, inside=inside).most
+        known[id(jaxpr)] = jaxpr, Live(jaxpr.eqns, jaxpr.outvars, inside=inside, donated=donated).most
     return known[id(jaxpr)][1]
 
 

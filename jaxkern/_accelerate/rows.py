@@ -57,25 +57,25 @@ def rewrite(module, jaxpr):
     least = 2 if settings.force else LEAST
     if not _reduces(least, jaxpr) or algorithms.xla_forced() or environment.xla_only():
         return jaxpr
-    refusal = _refusal(ctx, settings)
-    tunes = settings.tune and not (settings.force or refusal or compat_lowering.for_export(ctx))
+    why_not = refusal(ctx, settings)
+    tunes = settings.tune and not (settings.force or why_not or compat_lowering.for_export(ctx))
     marks = None
     while True:
-        equations, results, opened = _inlined(jaxpr, seen, marks)
+        equations, results, opened = inlined(jaxpr, seen, marks)
         equations, found = regions.find(equations, results, least)
         program = _Program(equations, results, found, {jaxpr.invars[k] for k in fused.get(id(jaxpr), (None, ()))[1]})
-        taken = program.decided(settings, refusal, tunes)
+        taken = program.decided(settings, why_not, tunes)
         # Functions by name stay if no region needs a part of them: they may have kernels of their own.
         inside = {id(e) for region, _ in taken for e in region.equations}
         needed = {mark for mark, parts in opened.items() if any(id(e) in inside for e in parts)}
         if len(needed) == len(opened):
             break
         marks = needed
-    taken = program.recorded(taken, refusal)
+    taken = program.recorded(taken, why_not)
     return jaxpr.replace(eqns=program.with_kernels(taken), outvars=results) if taken else jaxpr
 
 
-def _refusal(ctx, settings) -> str:
+def refusal(ctx, settings) -> str:
     """Why no region of a module is taken."""
     if not settings.force and "cuda" not in (platforms := compat_lowering.platforms(ctx)):
         return switch.no_kernels(platforms[0])
@@ -135,7 +135,7 @@ def _reference(prim, types, params):
     return jax.make_jaxpr(lambda *xs: jax.tree.leaves(references[prim](*xs, **dict(params))))(*arrays).jaxpr
 
 
-def _inlined(jaxpr, seen, marks):
+def inlined(jaxpr, seen, marks):
     """(equations, results, parts of marks) of a jaxpr, with small calls inlined.
 
     seen: the jaxprs that are inlined, by their ids; it grows. marks: numbers of the functions by name that are inlined; None: all.

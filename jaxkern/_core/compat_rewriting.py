@@ -101,6 +101,24 @@ def new_equation(like, prim, operands, results, params):
     )
 
 
+def with_constants(scan, body, arguments, operands):
+    """An equation of a scan with more constants. body: a jaxpr that reads them as `arguments`. operands: their values."""
+    params, more = dict(scan.params), len(operands)
+    body = body.replace(invars=[*arguments, *body.invars], debug_info=_no_debug_info())
+    closed = params["jaxpr"]
+    params["jaxpr"] = jax.extend.core.ClosedJaxpr(body, ()) if hasattr(closed, "jaxpr") else body
+    if "num_consts" in params:  # jax < 0.11
+        params["num_consts"] += more
+        if "linear" in params:
+            params["linear"] = (False,) * more + tuple(params["linear"])
+    else:
+        from jax._src import flattree
+
+        consts, carry, xs = params["ft_in"].unpack()
+        params["ft_in"] = flattree.pack(((flattree.nones(more), consts), carry, xs))
+    return scan.replace(invars=[*operands, *scan.invars], params=params)
+
+
 @functools.cache
 def _no_debug_info():
     return jax.make_jaxpr(lambda: ())().jaxpr.debug_info._replace(arg_names=None, result_paths=None)

@@ -55,12 +55,12 @@ class RowProgram(Program):
     def is_never(self, equation) -> bool:
         if equation.primitive.name != "dot_general":
             return super().is_never(equation)
-        return _multiplications(equation) > MOST_PRODUCT
+        return multiplications(equation) > MOST_PRODUCT
 
     def why_never(self, equation) -> str:
         if equation.primitive.name != "dot_general":
             return super().why_never(equation)
-        return f"a product of {_multiplications(equation)} multiplications in each step, of at most {MOST_PRODUCT} for a kernel"
+        return f"a product of {multiplications(equation)} multiplications in each step, of at most {MOST_PRODUCT} for a kernel"
 
     def rewritten(self, e, operands):
         if e.primitive.name == "dot_general":
@@ -198,7 +198,7 @@ class RowProgram(Program):
                 raise Unsupported(f"{self.label}: arrays of shape {tuple(v.aval.shape)} do not share their lanes")
 
 
-def _multiplications(equation) -> int:
+def multiplications(equation) -> int:
     """Of a dot_general."""
     (contracted, _), (batch, _) = equation.params["dimension_numbers"]
     a, b = (v.aval.shape for v in equation.invars)
