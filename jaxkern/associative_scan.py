@@ -15,7 +15,8 @@ def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int 
         fn: an associative function of two pytrees like `elems`, fn(earlier, later), that returns a third. It is elementwise,
             as the body of `scan` is. Arrays that it closes over become operands and broadcast against the arrays of one step.
         elems: a pytree of arrays with the same size along `axis` that broadcast against each other along other axes.
-            Numbers of 16 bits are combined in float32 and rounded where they are stored.
+            Numbers of 16 bits are combined in float32 and rounded where they are stored. Complex numbers are combined by
+            their parts, with the operations that the body of `scan` may use; XLA copies the parts before and after the kernel.
         reverse: scans from the last element to the first; fn is then called as fn(later, earlier).
         axis: the axis that is scanned, negative from the end.
 
@@ -30,8 +31,8 @@ def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int 
         ValueError: `axis` is out of bounds, or sizes along it differ.
 
     Warns:
-        UserWarning: fn calls a function with a derivative of its own, such as `jnp.logaddexp`, and closes over an array or is a
-            function of arrays alone, as under `jax.vmap`. XLA runs the scan.
+        UserWarning: fn calls a function with a derivative of its own, such as `jnp.logaddexp`, and closes over an array, has
+            complex numbers or is a function of arrays alone, as under `jax.vmap`. XLA runs the scan.
 
     Derivatives: forward and reverse mode, of any order: the derivatives of the loop y[t] = fn(y[t - 1], x[t]), as kernels
     of `scan`.

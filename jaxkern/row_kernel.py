@@ -112,7 +112,8 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
             validate.check_array("row_kernel", f"operand {k}", "an array or a number", x)
         arrays = list(map(jnp.asarray, leaves))
         function, captured, out = traced(arrays, tree)
-        return jax.tree.unflatten(out, apply(function, [*arrays, *captured]))
+        results = apply(function, [*arrays, *captured])
+        return jax.tree.unflatten(out, [y if isinstance(y, jax.Array) else jnp.asarray(y) for y in results])
 
     try:
         return functools.wraps(f)(kernel)

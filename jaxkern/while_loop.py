@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from jaxkern._core import compat, validate
+from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.loops.plan import TooLarge
 from jaxkern._engines.loops.while_lowering import LABEL, check, mark
 
@@ -85,6 +86,9 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
             check(closed)
         except TooLarge as error:
             error.add_note("use smaller carries, several loops, or jax.vmap of jax.lax.while_loop")
+            raise
+        except Unsupported as error:
+            error.add_note("compute it outside of the loop, or use jax.vmap of jax.lax.while_loop")
             raise
     # The loop is made where the user called this function, so that messages about it name that line.
     found = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *init, propagate_source_info=False)

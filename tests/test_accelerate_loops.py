@@ -1,5 +1,7 @@
 """Loops under `jaxkern.accelerate`: which are taken, what is left and at which operation, and their results."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -244,7 +246,7 @@ LEFT = {
     "a write at an index": (
         lambda x, k: lax.fori_loop(0, 99, lambda i, y: y.at[i * k % 99].set(x[i]), x),
         (spec(99, 4, 8), spec(dtype=jnp.int32)),
-        "the body uses scatter at .*Return what step i writes at i as ys of lax.scan",
+        "the body uses scatter at .*Return what step i writes at i as ys of the scan",
     ),
     "a write to a carry that is read": (
         lambda x: lax.fori_loop(0, 99, lambda i, y: y.at[i].set(x[i] + y[0]), x),
@@ -397,9 +399,17 @@ def test_associative_scans_that_are_left():
     products = lambda x: lax.associative_scan(jnp.matmul, x)
     (found,) = jaxkern.explain(products)(spec(128, 64, 64))
     assert not found.taken and "dot_general" in found.reason
-    assert not jaxkern.explain(lambda x: lax.associative_scan(lambda a, b: a + b, x))(
-        spec(128, 64, dtype=jnp.complex64)
-    )
+    sums = lambda *xs: lax.associative_scan(lambda a, b: jax.tree.map(jnp.add, a, b), xs)
+    for given, why in {
+        (
+            spec(4096, 64, dtype=jnp.complex64),
+        ): "complex numbers, which were not measured: call jaxkern.associative_scan",
+        (spec(4096, 64, dtype=jnp.float8_e4m3fn),): r"no kernel for f8_e4m3fn\[4096,64\]",
+        (spec(4096, 64), spec(4096, 1)): r"arrays of different shapes, \(4096, 64\), \(4096, 1\)",
+        (jax.ShapeDtypeStruct((4096, 64), jnp.float32, weak_type=True),): "a weak type",
+    }.items():
+        (found,) = jaxkern.explain(sums)(*given)
+        assert not found.taken and re.match(why, found.reason), found.reason
 
 
 @needs_kernels

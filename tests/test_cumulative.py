@@ -246,6 +246,31 @@ def test_associative_scan(name):
     jax.tree.map(compare, both(jaxkern.associative_scan), both(lax.associative_scan))
 
 
+def complex_affine(f, g):
+    return f[0] * g[0], f[1] * g[0] + g[1]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [complex_affine, jax.vmap(complex_affine), lambda f, g: (f[0] * g[0], g[0] * f[1] + FEATURES * g[1])],
+    ids=["scalars", "vmapped", "captured"],
+)
+@pytest.mark.parametrize("coefficients", ["complex", "real"])
+def test_associative_scan_of_complex_numbers(fn, coefficients):
+    a, x = (numbers("float32", s) + 1j * numbers("float32", s)[::-1] for s in ((6, 3), (6, 3)))
+    elems = jnp.asarray(a if coefficients == "complex" else a.real), jnp.asarray(x)
+
+    def both(scan):
+        f = lambda elems: scan(fn, elems, coefficients == "real", 0)
+        loss = lambda elems: sum(jnp.sum(jnp.abs(y) ** 2) for y in f(elems))
+        return jax.jit(lambda elems: (f(elems), jax.grad(loss)(elems)))(elems)
+
+    ours, theirs = both(jaxkern.associative_scan), both(lax.associative_scan)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), ours, theirs)
+    assert [y.dtype for y in jax.tree.leaves(ours)] == [y.dtype for y in jax.tree.leaves(theirs)]
+    assert "jaxkern_associative_scan" in str(jax.make_jaxpr(functools.partial(jaxkern.associative_scan, fn))(elems))
+
+
 ONES = jnp.ones((4, 3, 3))
 
 

@@ -169,8 +169,10 @@ X = jnp.ones((40, 40))
     ],
 )
 def test_errors(cond, body, words):
-    with pytest.raises((TypeError, ValueError), match=words):
+    with pytest.raises((TypeError, ValueError), match=words) as error:
         jaxkern.while_loop(cond, body, X)
+    notes = "".join(getattr(error.value, "__notes__", ()))
+    assert ("jax.vmap of jax.lax.while_loop" in notes) == isinstance(error.value, jaxkern.Unsupported)
 
 
 # ---- programs and kernels

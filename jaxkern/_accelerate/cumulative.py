@@ -7,6 +7,7 @@ function is replaced (functions.py).
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
 
@@ -51,14 +52,15 @@ def associative_scan(original, fn, elems, reverse=False, axis=0):
     """The replacement of `lax.associative_scan`; see functions.py."""
     del original
     leaves = jax.tree.leaves(elems)
-    known = lambda x: isinstance(x, jax.Array) and x.dtype.name in CUDA_TYPES and not jax.typeof(x).weak_type
-    if not leaves or not all(map(known, leaves)) or any(x.shape != leaves[0].shape for x in leaves):
+    known = lambda x: isinstance(x, jax.Array) and all(isinstance(n, int) and n for n in x.shape)
+    if not leaves or not all(map(known, leaves)):
         return NotImplemented
     x = leaves[0]
-    if not all(isinstance(n, int) and n for n in x.shape) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+    if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
         return NotImplemented
-    length = x.shape[axis]
-    taken, why = gated(gate.associative, length, x.size // length)
+    length, taken, why = x.shape[axis], False, _unlike(leaves)
+    if not why:
+        taken, why = gated(gate.associative, length, x.size // length)
     if taken:
         try:
             return switch.own_code(of_pytrees)(fn, elems, reverse, axis, replaced=True)
@@ -66,6 +68,17 @@ def associative_scan(original, fn, elems, reverse=False, axis=0):
             why = str(error)
     decide("associative_scan", False, why, x)
     return NotImplemented
+
+
+def _unlike(leaves) -> str:
+    """Why a scan of these arrays is left to XLA, whatever its length; empty if nothing speaks against it."""
+    if any(jnp.iscomplexobj(x) for x in leaves):
+        return "complex numbers, which were not measured: call jaxkern.associative_scan or jaxkern.linear_recurrence"
+    if any(x.dtype.name not in CUDA_TYPES for x in leaves):
+        return f"no kernel for {', '.join(jax.typeof(x).str_short(short_dtypes=True) for x in leaves)}"
+    if any(x.shape != leaves[0].shape for x in leaves):
+        return f"arrays of different shapes, {', '.join(str(x.shape) for x in leaves)}"
+    return "a weak type, such as that of jnp.full(n, 0.5)" if any(jax.typeof(x).weak_type for x in leaves) else ""
 
 
 def register(platform: str) -> None:

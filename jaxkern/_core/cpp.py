@@ -256,7 +256,9 @@ class Translation:
         elif name in _OVERLOADS:
             function = _OVERLOADS[name]
         elif name in ("scan", "while"):
-            self._fail(e, "a loop, which functions in kernels cannot have")
+            self._fail(
+                e, "a loop, which functions in kernels cannot have: write a Python loop over a fixed number of steps"
+            )
         else:
             self._fail(e, "which has no counterpart in kernels")
         space = "lax"

@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxkern._core import compat, validate
 from jaxkern._core.jaxprs import CUSTOM, computing
-from jaxkern._engines.loops import associative, plan_associative
+from jaxkern._engines.loops import associative, pairs, plan_associative
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
 
@@ -59,18 +59,21 @@ def of_pytrees(fn, elems, reverse, axis, replaced=False):
         raise TypeError(f"{label} combines elements of different lanes, which is not elementwise")
     whole = jnp.broadcast_shapes(*(x.shape for x in leaves))
     given = _given(core, whole, along, label)
-    words = plan_associative.words_of([computing(x.dtype) for x in (*leaves, *given)])
-    arrays = 2 * len(leaves) + len(given)
+    own, others = ([computing(d) for d in pairs.real_types([x.dtype for x in xs])] for xs in (leaves, given))
+    words = plan_associative.words_of([*own, *others])
+    arrays = 2 * len(own) + len(others)
     if not replaced and (beyond := plan_associative.too_large(arrays, words, core.function.size)):
         raise TypeError(f"{label} {beyond}: use jax.lax.associative_scan")
     options = {"axis": along, "reverse": reverse, "label": f"jaxkern.{name}", "replaced": replaced}
     scan = functools.partial(associative.associative_scan, **options)
     arrays = [jnp.broadcast_to(x, whole) for x in leaves]
-    if _is_of_scalars(flat, leaves):
+    is_complex = any(pairs.is_complex(x.dtype) for x in (*leaves, *given))
+    if not is_complex and _is_of_scalars(flat, leaves):
         ys = scan(lambda a, b: flat(*a, *b), arrays)
     else:
         if any(e.primitive.name in CUSTOM for e in closed.jaxpr.eqns):
             closes = "closes over an array or uses places of lanes" if given else "is not a function of scalars"
+            closes = "has complex numbers" if is_complex else closes
             why = f"{label} {closes}, and calls a function with a derivative of its own"
             if replaced:
                 raise TypeError(why)
@@ -83,12 +86,21 @@ def of_pytrees(fn, elems, reverse, axis, replaced=False):
             read = [pairs[k - core.program.num_consts] for k in core.xs]
             return [*core.function(*own[: len(own) - places], *read, *own[len(own) - places :]), *own]
 
+        # Kernels combine the real and the imaginary parts of complex numbers, which are arrays of their own.
+        kinds = [computing(x.dtype) for x in (*leaves, *given)]
+        stored, m = pairs.real_types([x.dtype for x in leaves]), len(pairs.real_types(kinds))
+
+        def combine_parts(*ab):
+            return pairs.split(combine(pairs.joined(ab[:m], kinds), pairs.joined(ab[m:], kinds)))
+
+        of_parts = pairs.expanded(combine_parts, pairs.real_types(kinds) * 2) if is_complex else combine_parts
         ys = scan(
-            combine,
-            [*arrays, *given],
+            lambda a, b: of_parts(*a, *b),
+            pairs.split([*arrays, *given]),
             element=lambda xs: [x.astype(computing(x.dtype)) for x in xs],
-            finish=lambda state, _: [y.astype(x.dtype) for x, y in zip(leaves, state)],
+            finish=lambda state, _: [y.astype(d) for d, y in zip(stored, state)],
         )
+        ys = pairs.joined(ys, [x.dtype for x in leaves])
     parts = [tuple(slice(0, n) for n in x.shape) for x in leaves]
     return tree.unflatten([y[part] for y, part in zip(ys, parts)])
 

@@ -140,6 +140,10 @@ class Flat:
         e, line = step.origin or step.equation, self.line(step)
         raise Unsupported(f"{self.label} uses {e.primitive.name}{' at ' + line if line else ''}, {what}")
 
+    def why(self, step) -> str:
+        """What an error says of a step that is neither elementwise nor a reduction."""
+        return self.otherwise
+
     def line(self, step) -> str:
         """Where the user wrote a step; empty if it is not known."""
         equations = (step.origin or step.equation, *reversed(step.calls))
@@ -264,7 +268,7 @@ class Flat:
         else:
             fits = all(_fits(v.aval.shape, out.aval.shape) for v in arrays)
             if name not in (*ELEMENTWISE, "select") or not fits:
-                self.fail(step, self.otherwise)
+                self.fail(step, self.why(step))
             for x in arrays:
                 unite(zip(x.dims, out.dims))
 

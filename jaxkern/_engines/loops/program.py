@@ -137,9 +137,9 @@ class Program(Flat):
         """What an error says of an operation that no kernel of a loop has."""
         name, most = equation.primitive.name, f"kernels index one element of at most {indexing.MOST}"
         if name in indexing.READS:
-            return f"{self.otherwise}: {most}. Pass what step i reads at i as xs of lax.scan"
+            return f"{self.otherwise}: {most}. Pass what step i reads at i as xs of the scan"
         if name in indexing.WRITES and not indexing.applies(equation):
-            return f"{self.otherwise}: {most}. Return what step i writes at i as ys of lax.scan"
+            return f"{self.otherwise}: {most}. Return what step i writes at i as ys of the scan"
         return self.otherwise
 
     def _constant(self, c):

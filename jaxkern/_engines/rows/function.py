@@ -122,7 +122,8 @@ class RowFunction:
         try:
             program = self.program
         except Unsupported as error:
-            error.add_note("compute it outside of the function, and pass the result as an operand")
+            if "compute it outside" not in str(error).lower():
+                error.add_note("compute it outside of the function, and pass the result as an operand")
             raise
         for step in self.core.epilogue:
             if step.result.set() >= {program.row, *program.others}:

@@ -39,6 +39,7 @@ from jaxkern._engines.jaxpr import (
     merged,
     widened,
 )
+from jaxkern._engines.rows import reductions
 from jaxkern._engines.rows.early import early_picks
 from jaxkern._engines.rows.linear import split_sums
 from jaxkern._engines.rows.picks import PICKS, REWRITTEN, of_one_element, of_parts, without_places
@@ -70,6 +71,9 @@ class Program(Flat):
         self._classify()
         while early_picks(self) or split_sums(self):
             self._classify()
+        for step in self.steps:
+            if step.name == "reduce":
+                reductions.check(step, label, self.line(step))
 
     def computes(self, dtype, equation):
         """8-bit floats are results of the function: nothing is computed from them."""
@@ -96,6 +100,10 @@ class Program(Flat):
         if f is None:
             self.fail(Step(name, operands, [], e, {}, tuple(self._calls), self._origin), self.otherwise)
         return operands, f
+
+    def why(self, step) -> str:
+        loop = "a loop, which row functions cannot have: write a Python loop over a fixed number of steps"
+        return loop if step.name in ("scan", "while") else self.otherwise
 
     def _equation(self, e, operands):
         numbered = self._numbered(e, operands) if e.primitive.name == "reshape" else None

@@ -34,7 +34,7 @@ class Reduction:
         if kind == "reduce":
             self.identity = [writer.number(v) for v in step.operands[count:]]
             name = f"{writer.name}Combine{number}_{first}"
-            writer.functors.append(_combine(name, step, types))
+            writer.functors.append(_combine(step, types, step.equation.primitive.name).source(name))
             # The functor writes its results in their own types, which may be narrower than parts.
             own = {to: f"t{first + k}" for k, (to, d) in enumerate(zip(y, types)) if part_type(d) != cpp_type(d)}
             declare = [f"{cpp_type(d)} {own[to]};" for to, d in zip(y, types) if to in own]
@@ -82,8 +82,14 @@ def _least(dtype, kind) -> str:
     return cpp.literal(np.asarray(1 if kind == "mul" else 0, dtype), dtype)
 
 
-def _combine(name, step, types) -> str:
-    """The functor of the user's function of `lax.reduce`, which takes two of each part."""
+def check(step, label, line) -> None:
+    """Raises Unsupported if the user's function of `lax.reduce`, which is called at this line, has no counterpart in kernels."""
+    types = [computing(np.dtype(v.aval.dtype)) for v in step.operands[: len(step.results)]]
+    _combine(step, types, f"{label}: the function of lax.reduce{' at ' + line if line else ''}")
+
+
+def _combine(step, types, label) -> functor.Function:
+    """The user's function of `lax.reduce`, which takes two of each part."""
     closed = step.params["jaxpr"]
     closed = closed if hasattr(closed, "consts") else jax.extend.core.ClosedJaxpr(closed, step.params["consts"])
     call = jax.extend.core.jaxpr_as_fun(closed)
@@ -92,4 +98,4 @@ def _combine(name, step, types) -> str:
         ys = call(*(jax.lax.convert_element_type(x, v.aval.dtype) for x, v in zip(xs, closed.jaxpr.invars)))
         return [jax.lax.convert_element_type(y, d) for y, d in zip(ys, types)]
 
-    return functor.of_scalars(f, [*types, *types], types, step.equation.primitive.name, False).source(name)
+    return functor.of_scalars(f, [*types, *types], types, label, False)
