@@ -136,7 +136,8 @@ class accelerate(contextlib.ContextDecorator):
         self._settings = _settings(only, without, force, export, deterministic, tune)
         if not isinstance(check, (bool, np.bool_)) and validate.number("accelerate", "check", check) < 0:
             raise ValueError(f"jaxkern.accelerate: check must not be negative, got {check}")
-        self._check = check
+        # None: calls are not checked. 0.0 is a number: it allows no difference.
+        self._check = None if check is False or check is np.False_ else check
         self._entered: list = []
 
     def _recreate_cm(self):
@@ -145,7 +146,7 @@ class accelerate(contextlib.ContextDecorator):
         return again
 
     def __enter__(self):
-        if self._check:
+        if self._check is not None:
             raise TypeError("jaxkern.accelerate: check compares the results of a function: accelerate(check=True)(f)")
         if switch.current() is None and compat.stages():
             compat.warn_once(switch.INSIDE)
@@ -162,9 +163,9 @@ class accelerate(contextlib.ContextDecorator):
             raise TypeError(
                 f"jaxkern.accelerate: {f.__name__} runs after the call that the decorator sees: use a `with` block inside it"
             )
-        if not self._check:
+        if self._check is None:
             return super().__call__(f)
-        tolerance = None if self._check is True else float(self._check)
+        tolerance = None if isinstance(self._check, (bool, np.bool_)) else float(self._check)
         return _checked(f, self._settings._replace(session=next(_sessions)), tolerance)
 
 
@@ -246,7 +247,8 @@ def explain(f: Callable, platform: str = "cuda", **jit_options: typing.Any) -> C
     """A function of the arguments of `f` that reports which operations of `f` would run on jaxkern; it does not run `f`.
 
     It uses the settings of the enclosing `accelerate` or `install`; without one, the settings of `accelerate()`. Gradients of
-    log_softmax, which are taken only on request, are listed as left, with the reason "on request: ...".
+    log_softmax, which are taken only on request, are listed as left, with the reason "on request: ...". Rows are not listed
+    where their arrays have fewer than 65536 elements: these take no longer than the launch of a kernel.
 
     Args:
         f: a callable, jitted or not: a function, a method, `equinox.filter_jit(f)`, a partial function.
@@ -260,7 +262,8 @@ def explain(f: Callable, platform: str = "cuda", **jit_options: typing.Any) -> C
         `.left` are lists of the records that are taken and left.
 
     Raises:
-        TypeError: `f` is not callable. Errors of `f` itself are raised as they are.
+        TypeError: `f` is not callable; or a keyword is no option of `jax.jit`, or is given although `f` is jitted. Errors of
+            `f` itself are raised as they are.
         ValueError: `platform` is none of "cuda", "cpu", "rocm" and "tpu".
 
     The environment variable JAXKERN_EXPLAIN=1 prints the same for every program that is compiled.
@@ -278,6 +281,7 @@ def explain(f: Callable, platform: str = "cuda", **jit_options: typing.Any) -> C
         if not isinstance(platform, str):
             error.add_note("explain returns a function of the arguments of f: write explain(f)(*arguments)")
         raise
+    _check_options(f, jit_options)
 
     def explained(*args, **kwargs) -> Explanation:
         settings = switch.current() or _settings(None, (), False, False, False, False)
@@ -300,6 +304,24 @@ def explain(f: Callable, platform: str = "cuda", **jit_options: typing.Any) -> C
 
 
 _JITTED = type(jax.jit(lambda: None))
+
+
+def _check_options(f, options):
+    """Raises a TypeError if `explain` cannot pass these keyword arguments to `jax.jit`."""
+    settings = [name for name in options if name in inspect.signature(accelerate).parameters]
+    if settings:
+        block = f"with jaxkern.accelerate({', '.join(f'{n}={options[n]!r}' for n in settings)}):"
+        raise TypeError(
+            f"jaxkern.explain: {settings[0]} is an argument of accelerate, which explain takes from the block around it: `{block}`"
+        )
+    unknown = [name for name in options if name not in inspect.signature(jax.jit).parameters]
+    if unknown:
+        raise TypeError(
+            f"jaxkern.explain: {unknown[0]} is no option of jax.jit; arguments of f belong to the call of what explain returns: "
+            "explain(f)(*arguments)"
+        )
+    if options and isinstance(f, _JITTED):
+        raise TypeError(f"jaxkern.explain: {next(iter(options))} is for jax.jit, and f is jitted already")
 
 
 def _traceable(f, options, args, kwargs):

@@ -226,9 +226,21 @@ def spmm_graph(a: sparse.BCOO | sparse.BCSR) -> Graph:
     return Graph.tree_unflatten((columns, rows, None), (senders, graph.receivers, graph.into, graph.out_of))
 
 
+# How a matrix of another type of jax.experimental.sparse becomes one that `spmm` takes.
+_CONVERSIONS = {
+    "COO": "BCOO((a.data, jnp.stack([a.row, a.col], 1)), shape=a.shape)",
+    "CSR": "BCSR((a.data, a.indices, a.indptr), shape=a.shape)",
+}
+
+
 def _check_matrix(name, a):
     if not isinstance(a, (sparse.BCOO, sparse.BCSR)):
-        raise TypeError(f"jaxkern.{name}: a must be a BCOO or a BCSR, got {type(a).__name__}")
+        make = _CONVERSIONS.get(type(a).__name__ if type(a).__module__.startswith("jax.") else "", "BCOO.fromdense(a)")
+        if type(a).__module__.startswith("scipy."):
+            make = "BCOO.from_scipy_sparse(a)"
+        raise TypeError(
+            f"jaxkern.{name}: a must be a BCOO or a BCSR of jax.experimental.sparse, got {type(a).__name__}; {make} makes one"
+        )
     if a.n_batch or a.n_dense or len(a.shape) != 2:
         raise ValueError(
             f"jaxkern.{name}: a must be a matrix without batch and dense dimensions, got shape {a.shape} with "

@@ -504,6 +504,12 @@ def test_check_reports(monkeypatch):
     with pytest.raises(ArithmeticError) as e:
         jaxkern.accelerate(check=True, force=True, deterministic=True)(f)(nodes, receivers, edges)
     assert "['sum']: differs by" in str(e.value) and "scatter_add" in str(e.value)
+    assert "of the largest element; 0.00024 of it is allowed" in str(e.value)
+    for nothing in (0, 0.0):  # no difference is allowed
+        with pytest.raises(ArithmeticError, match="; 0 of it is allowed"):
+            jaxkern.accelerate(check=nothing, force=True, deterministic=True)(f)(nodes, receivers, edges)
+    with pytest.raises(TypeError, match="check compares the results of a function"), jaxkern.accelerate(check=0.0):
+        pass
     jaxkern.accelerate(check=0.1, force=True, deterministic=True)(f)(nodes, receivers, edges)
 
 

@@ -247,6 +247,33 @@ def test_explain_for_another_platform():
     assert "explain(f)(*arguments)" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"deterministic": True}, r"the block around it: `with jaxkern\.accelerate\(deterministic=True\):`"),
+        ({"static_argnum": 1}, r"static_argnum is no option of jax\.jit; .*explain\(f\)\(\*arguments\)"),
+        ({"static_argnums": 1}, "static_argnums is for jax.jit, and f is jitted already"),
+    ],
+)
+def test_options_that_explain_cannot_use(options, message):
+    with pytest.raises(TypeError, match=rf"jaxkern\.explain: .*{message}"):
+        jaxkern.explain(jax.jit(jnp.sin), **options)
+
+
+def test_explain_says_that_small_rows_are_not_listed():
+    from jaxkern._accelerate import rows
+
+    found = jaxkern.explain(lambda x: x / jnp.sum(x, -1, keepdims=True))(jnp.ones((8, 64)))
+    assert not len(found) and f"rows of arrays with fewer than {rows.LEAST} elements" in str(found)
+
+
+def test_the_source_in_an_installed_package_is_named_from_the_folder_of_packages(monkeypatch):
+    frames = [("/env/lib/python3/site-packages/flax/nnx/layers.py", 7, "f"), ("<string>", 1, "g")]
+    monkeypatch.setattr(decisions, "_PACKAGES", ("/env/lib/python3", "/env/lib/python3/site-packages"))
+    assert decisions.source_of(frames) == "flax/nnx/layers.py:7"
+    assert decisions.source_of([*frames, ("/home/me/model.py", 3, "h")]) == "/home/me/model.py:3"
+
+
 @pytest.mark.skipif(ON_GPU, reason="of a process without a GPU")
 def test_explain_when_compiled_for_another_platform(monkeypatch, capsys):
     monkeypatch.setenv("JAXKERN_EXPLAIN", "1")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 from jax.experimental import sparse
 
 import jaxkern
@@ -250,3 +251,15 @@ def test_bad_arguments():
     ]:
         with pytest.raises(error, match=match):
             f()
+
+
+def test_a_matrix_of_another_type_is_refused_with_its_conversion():
+    """The error names a call that makes a matrix which `spmm` takes."""
+    dense = np.array([[0.0, 2.0, 0.0], [3.0, 0.0, 1.0]], np.float32)
+    b = np.arange(6, dtype=np.float32).reshape(3, 2)
+    for a in (dense, sparse.COO.fromdense(dense), sparse.CSR.fromdense(dense), scipy.sparse.csr_matrix(dense)):
+        with pytest.raises(TypeError, match=r"jaxkern\.spmm: a must be a BCOO or a BCSR") as caught:
+            jaxkern.spmm(a, b)
+        call = str(caught.value).partition("; ")[2].removesuffix(" makes one")
+        made = eval(call, {"BCOO": sparse.BCOO, "BCSR": sparse.BCSR, "jnp": jnp, "a": a})
+        np.testing.assert_allclose(jaxkern.spmm(made, b), dense @ b)

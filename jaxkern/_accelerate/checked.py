@@ -70,4 +70,4 @@ def _error(a, b, allowed, noise) -> str:
     worst = np.max(np.abs(np.where(finite, a, 0) - np.where(finite, b, 0)), initial=0)
     if worst <= max(allowed * scale, noise):
         return ""
-    return f"differs by {worst:.3g}, {worst / scale if scale else np.inf:.2g} of the largest element; {allowed:.2g} is allowed"
+    return f"differs by {worst:.3g}, {worst / scale if scale else np.inf:.2g} of the largest element; {allowed:.2g} of it is allowed"

@@ -155,7 +155,9 @@ def source_of(frames) -> str:
     if not outside:
         return f"jax: {frames[-1][2]}" if frames else "?"
     file, line, _ = (users or outside)[0]
-    return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
+    roots = [path + os.sep for path in _PACKAGES] if not users else [os.getcwd() + os.sep]
+    inside = max((root for root in roots if file.startswith(root)), key=len, default="")
+    return f"{file.removeprefix(inside)}:{line}"
 
 
 class Explanation(collections.abc.Sequence):
@@ -183,8 +185,9 @@ class Explanation(collections.abc.Sequence):
     def __str__(self) -> str:
         if not self.decisions:
             return (
-                "jaxkern: the program has no operation of plain JAX that jaxkern could take. Calls of jaxkern's own functions are not "
-                "listed, nor is what no result of the function needs: return the gradients, too, if they are missing here"
+                "jaxkern: the program has no operation of plain JAX that jaxkern could take. Not listed are rows of arrays with fewer "
+                "than 65536 elements, calls of jaxkern's own functions, and what no result of the function needs: return the "
+                "gradients, too, if they are missing here"
             )
         head = ("", "operation", "operands", "MB", "why", "where")
         rows = [head]
