@@ -486,7 +486,11 @@ def test_bad_arguments():
         (TypeError, "graph must be .*: make one", lambda: messages.edge_sum(lambda x: x, None, senders=x)),
         (TypeError, "f must be a function", lambda: messages.edge_sum(x, graph, senders=x)),
         (TypeError, "must be given", lambda: messages.edge_sum(lambda: 0.0, graph)),
-        (ValueError, "must have 2 rows", lambda: messages.edge_sum(lambda x: x, graph, edges=x)),
+        (
+            ValueError,
+            "must have 2 rows, one for each edge of the graph",
+            lambda: messages.edge_sum(lambda x: x, graph, edges=x),
+        ),
         (
             ValueError,
             "do not broadcast",

@@ -17,6 +17,7 @@ from reference import DTYPES
 import jaxkern
 from jaxkern import algorithms
 from jaxkern._core import compat, launch, registry
+from jaxkern._definitions.traced import traced
 from jaxkern._ops.norm import plan
 
 EPS = 1e-6
@@ -551,3 +552,17 @@ def test_errors(arguments, error, message):
     arguments = {"x": jnp.ones((2, 3))} | arguments
     with pytest.raises(error, match=f"jaxkern.layer_norm: .*{message}"):
         jaxkern.layer_norm(**arguments)
+
+
+def test_a_definition_returns_the_shape_of_x():
+    """A sum of each row would be broadcast to x."""
+
+    class Total:
+        name, columns, masks = "total", (), ()
+        definition = staticmethod(lambda x: jnp.sum(x, -1, keepdims=True))
+
+    x = ((2, 3), jnp.dtype(jnp.float32))
+    with pytest.raises(
+        TypeError, match=r"jaxkern.total: the definition must return the shape of x, \(2, 3\), got \(2, 1\)"
+    ):
+        traced(Total, ("x",), (x,), numbers=(), dtype=x[1], function=None, algorithm="auto")

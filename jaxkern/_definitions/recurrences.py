@@ -256,7 +256,7 @@ class _Steps:
         spec = [next(filter(None, names), None) for names in specs]
         return jax.sharding.reshard(first, PartitionSpec(*spec)) if any(spec) else first
 
-    def scan(self, body, init, reverse):
+    def scan(self, body, init, reverse=False):
         """The results of body(carry, *operands) in all steps. An operand that is the same in all steps is read once."""
         run = functools.partial(self._scan, body, reverse)
         return along_split_steps(run, self.operands, init, self.axis).astype(self.dtype)

@@ -138,7 +138,11 @@ def traced(operation, names, types, *, numbers, dtype, function, algorithm, keep
         y = switch.own_promotion(operation.definition)(x, **(absent | given | dict(numbers)))
         if function is not None:
             (y,) = function.unrounded(y, *args)
-        y = jnp.broadcast_to(y, x.shape).astype(dtype)
+        if y.shape != x.shape:
+            raise TypeError(
+                f"jaxkern.{operation.name}: the definition must return the shape of x, {x.shape}, got {y.shape}"
+            )
+        y = y.astype(dtype)
         return [y, x.astype(own)] if keeps_x or "residual" in names else [y]
 
     found = _traced(operation.name, f, types, algorithm, runner=runner)

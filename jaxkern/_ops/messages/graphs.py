@@ -160,6 +160,6 @@ def _leaf(name, argument, x, count):
     cpp.check_dtype(f"jaxkern.{name}: {argument}", x.dtype)
     if x.ndim == 0 or x.shape[0] != count:
         raise ValueError(
-            f"jaxkern.{name}: {argument} of shape {x.shape} must have {count} rows, one for each of the graph's"
+            f"jaxkern.{name}: {argument} of shape {x.shape} must have {count} rows, one for each {argument[:-1]} of the graph"
         )
     return x
