@@ -49,7 +49,7 @@ class Program:
         at, places = jnp.arange(rows), jnp.maximum(2 * jnp.arange(width) - 3, 0) // 2
         for _ in range(self.steps):
             a, b = any_of(pool), any_of(pool)
-            kind = rng.integers(13)
+            kind = rng.integers(15)
             if kind < 2:
                 new = any_of(UNARY)(a)
             elif kind < 4:
@@ -70,8 +70,16 @@ class Program:
                 new = jnp.sum(a * b, -1)[..., None] * any_of((w, a))
             elif kind == 11:
                 new = jnp.tanh(a.swapaxes(0, 1).sum(0))[:, None] + b
-            else:
+            elif kind == 12:
                 new = a * jax.nn.one_hot(self.labels, width)
+            else:  # rows of a slice
+                first = any_of((0, 1))
+                cut = lambda v, first=first: v[:, first : rows - 1 + first]
+                scores = any_of((cut(a), cut(a) * cut(b), cut(a) * jnp.sum(a[:, 1:], -1, keepdims=True)))
+                kept = any_of(
+                    (jax.nn.softmax(scores), scores * jax.lax.rsqrt(jnp.mean(scores**2, -1, keepdims=True) + 1e-3) * w)
+                )
+                new = jnp.pad(kept, ((0, 0), (first, 1 - first), (0, 0)))
             pool.append(new)
         return jnp.sum(jnp.sin(pool[-1])) + jnp.mean(pool[len(pool) // 2]), pool[-1], pool[-2].sum((0, 1))
 

@@ -201,3 +201,34 @@ def test_a_transformer_sends_no_more_than_the_plain_program(name, parallel):
     assert count(after) <= count(before), (before, after)
     allowed = 3 * len(DEVICES) * tokens.size if parallel == "tensor" else 0
     assert size(after) <= size(before) + allowed, (before, after)
+
+
+@several
+@pytest.mark.parametrize("reads", [lambda x, t: (x[:, :-1], t[:, 1:]), lambda x, t: (x[:, 1:], t[:, :-1])])
+def test_rows_of_a_slice(reads):
+    """Losses of shifted logits, split over the batch: each device computes its own rows of the whole array."""
+    grid, rng = mesh(), np.random.default_rng(0)
+    x, labels = (
+        jnp.asarray(rng.normal(size=(8, 6, 16)), jnp.float32),
+        jnp.asarray(rng.integers(0, 16, (8, 6)), jnp.int32),
+    )
+
+    def loss(x, labels):
+        logits, labels = reads(x, labels)
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
+        return -picked.mean()
+
+    wanted = jax.jit(jax.value_and_grad(loss))(x, labels)
+    split = P(("r", "c"))
+
+    def part(x, labels):
+        value, gradient = jax.value_and_grad(loss)(x, labels)
+        return jax.lax.pmean(value, ("r", "c")), gradient / len(DEVICES)
+
+    mapped = jax.jit(jax.shard_map(part, mesh=grid, in_specs=(split, split), out_specs=(P(), split)))
+    args = put(grid, (x, labels), (split, split))
+    with jaxkern.accelerate(only="rows", force=True):
+        found = jaxkern.explain(mapped, PLATFORM)(*args)
+        assert found.taken and all(",6,16]" in d.shapes for d in found.taken), found
+        close(wanted, mapped(*args))
+        close(wanted, jax.jit(jax.value_and_grad(loss))(*args))

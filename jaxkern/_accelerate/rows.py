@@ -6,6 +6,7 @@ those of `jax.nn.softmax`, finds regions (regions.py), and replaces a region whe
 faster (cost.py). Everything else is lowered as it is written.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -14,8 +15,8 @@ import typing
 import jax
 from jax.extend.core import Literal
 
-from jaxkern._accelerate import cost, memory, regions, tune
-from jaxkern._accelerate.equations import FUSED, REDUCING, bytes_of, is_variable, variables
+from jaxkern._accelerate import cost, cuts, memory, regions, tune
+from jaxkern._accelerate.equations import FUSED, REDUCING, bytes_of, is_variable, size_of, variables
 from jaxkern._accelerate.functions import MARKS
 from jaxkern._core import (
     algorithms,
@@ -176,13 +177,20 @@ def inlined(jaxpr, seen, marks):
 
 
 class _Kernel(typing.NamedTuple):
-    """A region as a row function of `operands`, and what the model says of it. problem: why there is no kernel."""
+    """A region as a row function of `operands`, and what the model says of it.
+
+    shape: of its rows. moved: bytes that are moved beside it. problem: why there is no kernel. lifted: the region if it is computed for
+    all rows of an array that a slice cuts; see cuts.py.
+    """
 
     function: typing.Any
     operands: list
     results: list
+    shape: tuple
     estimate: typing.Any = None
+    moved: int = 0
     problem: str = ""
+    lifted: cuts.Lifted | None = None
 
 
 class _Program:
@@ -213,7 +221,7 @@ class _Program:
 
     def _record(self, region, kernel, taken, refusal) -> bool:
         why = ": ".join(str(part) for part in (refusal, kernel.problem or kernel.estimate) if part)
-        avals = [v.aval for v in kernel.operands if region.is_row(v)] or [v.aval for v in kernel.results]
+        avals = [v.aval for v in kernel.operands if v.aval.shape == kernel.shape] or [v.aval for v in kernel.results]
         frames = functools.partial(compat.frames, region.reductions[0].source_info.traceback)
         size = kernel.estimate.kernel_bytes if kernel.estimate is not None else 0
         return decisions.record(ROWS, taken, why, avals, frames, size)
@@ -241,9 +249,10 @@ class _Program:
         tune.prepare([kernel.function for kernel in found.values()])
         for region, kernel in found.items():
             estimate = tune.measured(kernel.function, _estimated(kernel.function, device.this_device())[0])
-            self.kernels[region] = kernel._replace(estimate=estimate.beside(self._beside(region, kernel.operands)))
+            self.kernels[region] = kernel._replace(estimate=estimate.beside(kernel.moved))
 
     def _kernel(self, region, force) -> _Kernel:
+        """The kernel of a region, or of the region for all rows of an array that a slice cuts, if that takes less time."""
         needed, kept = set(region.results), []
         for e in reversed(region.equations):
             if not needed.isdisjoint(e.outvars):
@@ -252,33 +261,77 @@ class _Program:
         kept.reverse()
         made = {v for e in kept for v in e.outvars}
         operands = list(dict.fromkeys(v for e in kept for v in variables(e) if v not in made))
-        arrays = [*operands, *region.results]
-        found = _Kernel(None, operands, region.results)
-        row = next((k for k, v in enumerate(arrays) if region.is_row(v)), None)
+        own = self._planned(region, kept, operands, region.results, region.shape, self._beside(region, operands))
+        best = own
+        for cut, along in cuts.cuts_of(region, operands, self.made) if best.estimate is not None else ():
+            lifted = cuts.lifted(region, kept, operands, cut, along, self.made, self._reader)
+            if lifted is None:
+                continue
+            moved = self._beside_lifted(region, lifted)
+            found = self._planned(region, lifted.equations, lifted.operands, lifted.results, lifted.shape, moved)
+            if found.problem:
+                continue
+            # XLA computes the rows that the program has, from what the kernel reads.
+            least = min(own.estimate, found.estimate, key=lambda estimate: estimate.xla)
+            xla = {name: getattr(least, name) for name in ("xla", "xla_bytes", "kernels")}
+            found = found._replace(estimate=dataclasses.replace(found.estimate, **xla), lifted=lifted)
+            if force or found.estimate.kernel < best.estimate.kernel:
+                best = found
+        more, most = self._live[region] + best.moved // 2 - self._live[None], self._live[None]  # it is written and read
+        if best.moved and not force and not best.problem and more > (memory.LARGER - 1) * most:
+            return best._replace(problem=f"{best.estimate}; {memory.reason(more, most)}")
+        return best
+
+    def _planned(self, region, equations, operands, results, shape, moved) -> _Kernel:
+        """A region of these equations, with rows of this shape. moved: bytes that are moved beside it."""
+        found = _Kernel(None, operands, results, shape, moved=moved)
+        row = next((k for k, v in enumerate([*operands, *results]) if v.aval.shape == shape), None)
         if row is None:
             return found._replace(problem="no array of rows is read or written")
-        closed = compat_rewriting.closed_jaxpr(_apart(kept), operands, region.results)
+        closed = compat_rewriting.closed_jaxpr(_apart(equations), operands, results)
         function = RowFunction(closed, (row, region.axis), LABEL)
         estimate, problem = _estimated(function, device.this_device())
         if problem:
             return found._replace(problem=problem)
-        moved, most = self._beside(region, operands), self._live[None]
-        estimate = estimate.beside(moved)
-        more = self._live[region] + moved // 2 - most  # what is moved is written and read
-        if moved and not force and more > (memory.LARGER - 1) * most:
-            problem = f"{estimate}; {memory.reason(more, most)}"
-        return found._replace(function=function, estimate=estimate, problem=problem)
+        return found._replace(function=function, estimate=estimate.beside(moved))
 
     def _beside(self, region, operands) -> int:
         """Bytes that are moved since XLA cannot fuse a region with the equations that make its operands or read its results."""
         moved = 0
         for v in operands:
-            if region.is_row(v) and (v in self.fused or (v in self.made and not self._is_stored(v))):
+            if region.is_row(v) and self._is_computed(v):
                 moved += 2 * bytes_of(v)
         for v in region.results:
             if region.is_row(v) and self._is_fused(v):
                 moved += 2 * bytes_of(v)
         return moved
+
+    def _beside_lifted(self, region, lifted) -> int:
+        """The same for a region that is computed for all rows of an array that a slice cuts. What is made longer or cut is copied."""
+        moved, numbers = 0, math.prod(lifted.shape) // lifted.shape[region.axis]
+        for v in lifted.operands:
+            if v in lifted.extended:
+                moved += 2 * bytes_of(v) if size_of(v) > numbers else 0
+            elif v.aval.shape == lifted.shape:
+                own = next((e.invars[0] for e in lifted.before if v in e.outvars), v)
+                moved += 2 * bytes_of(v) if self._is_computed(own) else 0
+        for v in lifted.results:
+            if v.aval.shape == lifted.shape:
+                last = lifted.padded.get(v)
+                moved += 2 * bytes_of(v) if last is None or self._is_fused(last) else 0
+        return moved
+
+    def _is_computed(self, v) -> bool:
+        """Whether XLA computes an array where it is read, rather than store it."""
+        return v in self.fused or (v in self.made and not self._is_stored(v))
+
+    def _reader(self, v):
+        """The only equation that reads a value, if no region contains it; None for others."""
+        readers = self.readers.get(v, ())
+        if len(readers) != 1 or v in self.results or any(v in region.operands for region in self.regions):
+            return None
+        (e,) = readers
+        return e if sum(x is v for x in e.invars) == 1 and len(e.outvars) == 1 else None
 
     def _is_fused(self, v) -> bool:
         """Whether XLA computes an array in all that reads it, under whatever shape."""
@@ -317,6 +370,7 @@ class _Program:
         What a region computes again it computes again too where it is left, unless the value is there.
         """
         inside = {v for region, _ in taken for v in region.made}
+        inside.update(v for _, kernel in taken if kernel.lifted for v in kernel.lifted.gone)
         order = {id(e): k for k, e in enumerate(self.equations)}
         place = {v: k for k, e in enumerate(self.equations) for v in e.outvars}
         copied: dict = {}  # {equation of a region that is left, by its id: {value: its copy}}
@@ -344,9 +398,19 @@ class _Program:
             call = compat_rewriting.new_equation(
                 like, PRIMITIVES["row_kernel"].whole, kernel.operands, kernel.results, params
             )
-            order[id(call)] = max(place[v] for v in kernel.results)
-            nodes.append(call)
-        return _sorted(sorted(nodes, key=lambda e: order[id(e)]))
+            before, after = (kernel.lifted.before, kernel.lifted.after) if kernel.lifted else ((), ())
+            for e in (*before, call, *after):
+                order[id(e)] = max(place[v] for v in region.results)
+                nodes.append(e)
+        found = _sorted(sorted(nodes, key=lambda e: order[id(e)]))
+        if not any(kernel.lifted for _, kernel in taken):
+            return found
+        needed, used = set(filter(is_variable, self.results)), []  # without the slices that nothing reads any more
+        for e in reversed(found):
+            if e.effects or not needed.isdisjoint(e.outvars):
+                needed.update(variables(e))
+                used.append(e)
+        return used[::-1]
 
 
 def _apart(equations) -> list:
