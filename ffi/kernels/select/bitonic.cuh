@@ -1,12 +1,12 @@
-// A bitonic network that sorts 64-bit numbers in shared memory, by the threads of a block. Numbers less than 256 apart are exchanged in
-// registers and by shuffles.
+// Bitonic networks: they sort 64-bit numbers in shared memory, by the threads of a block, or the numbers of the lanes of a warp.
 #pragma once
 
 #include "common/std.h"
 
 namespace jaxkern {
 
-// The first `size` elements of `held`, in shared memory, in descending order: size / 8 threads hold 8 elements each. size is a power of two
+// The first `size` elements of `held`, in shared memory, in descending order: size / 8 threads hold 8 elements each. Those less than 256
+// apart are exchanged in registers and by shuffles. size is a power of two
 // from 256 on, and the block has at least so many threads. The caller puts a barrier before it, and after it.
 __device__ __forceinline__ void SortDescending(uint64_t* held, uint32_t size) {
   constexpr uint32_t kOwn = 8;
@@ -65,6 +65,21 @@ __device__ __forceinline__ void SortDescending(uint64_t* held, uint32_t size) {
   for (uint32_t i = 0; i < kOwn; ++i) {
     if (active) held[first + i] = own[i];
   }
+}
+
+// The values of the lanes of a warp in descending order.
+template <class V> __device__ __forceinline__ V SortedInWarp(V own) {
+  const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+  for (uint32_t run = 2; run <= 32; run *= 2) {
+#pragma unroll
+    for (uint32_t apart = run / 2; apart; apart /= 2) {
+      const V other = __shfl_xor_sync(~0u, own, apart);
+      const bool larger = ((lane & apart) == 0) == ((lane & run) == 0);
+      own = larger == (own < other) ? other : own;
+    }
+  }
+  return own;
 }
 
 }  // namespace jaxkern

@@ -10,7 +10,7 @@
 
 #include "common/exponential.cuh"
 #include "common/reduce.cuh"
-#include "top_k.cuh"
+#include "row_of_warp.cuh"
 
 namespace jaxkern {
 
