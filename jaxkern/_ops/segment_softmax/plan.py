@@ -26,7 +26,7 @@ MOST_KEYS, MOST_POSITIONS = 2**31 - 2, 2**30
 RUN = Params("segment_softmax/run.cuh", "SegmentRun")
 WALK_SHAPE, TILE_SHAPE = (
     Params("segment_softmax/walk.cuh", "WalkShape"),
-    Params("segment_softmax/tiles.cuh", "TileShape"),
+    Params("segment_softmax/staged.cuh", "TileShape"),
 )
 
 
