@@ -1,11 +1,134 @@
-// How the kernels of the softmax family read and write a row: its packs as inputs of an Op.
-// SoftmaxRow has no kernels of its own; registers.cuh and stream.cuh use it.
+// How the kernels of the softmax family read and write a row.
+//
+//     Row           a row as aligned packs. A partial pack at either end is read and written by parts, so that nothing outside of
+//                   the row is accessed.
+//     SoftmaxRow    a row whose packs are the inputs of an Op; registers.cuh and stream.cuh use it
 #pragma once
 
 #include "common/broadcast.h"
-#include "softmax/ops.cuh"
+#include "softmax/gradients.cuh"
 
 namespace jaxkern {
+
+// Stores the first `bytes` bytes of a 16-byte vector (0 < bytes < 16) in stores of 8, 4 and 2 bytes.
+template <class T, int N> __device__ __forceinline__ void StoreFront(T* p, const Pack<T, N>& pack, int bytes) {
+  char* at = reinterpret_cast<char*>(p);
+  const uint32_t* w = pack.word;
+  const bool eight = bytes & 8, four = bytes & 4;
+  if (eight) *reinterpret_cast<uint2*>(at) = make_uint2(w[0], w[1]);
+  if constexpr (sizeof(T) <= 4) {
+    if (four) *reinterpret_cast<uint32_t*>(at + (bytes & 8)) = eight ? w[2] : w[0];
+  }
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t word = eight ? (four ? w[3] : w[2]) : (four ? w[1] : w[0]);
+    if (bytes & 2) *reinterpret_cast<uint16_t*>(at + (bytes & 12)) = static_cast<uint16_t>(word);
+  }
+}
+
+// Stores the last `bytes` bytes of the vector at p.
+template <class T, int N> __device__ __forceinline__ void StoreBack(T* p, const Pack<T, N>& pack, int bytes) {
+  char* end = reinterpret_cast<char*>(p) + 16;
+  const uint32_t* w = pack.word;
+  const bool eight = bytes & 8, four = bytes & 4;
+  if (eight) *reinterpret_cast<uint2*>(end - 8) = make_uint2(w[2], w[3]);
+  if constexpr (sizeof(T) <= 4) {
+    if (four) *reinterpret_cast<uint32_t*>(end - (bytes & 8) - 4) = eight ? w[1] : w[3];
+  }
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t word = eight ? (four ? w[0] : w[1]) : (four ? w[2] : w[3]);
+    if (bytes & 2) *reinterpret_cast<uint16_t*>(end - (bytes & 12) - 2) = static_cast<uint16_t>(word >> 16);
+  }
+}
+
+// A row of `width` elements as aligned packs: pack p holds columns [p * N - shift, ... + N), where shift is the distance
+// of the row's first element from the preceding boundary of `grain` elements. The grain is 16 bytes or more: a warp whose
+// vectors start on 32 bytes writes whole sectors. All arrays of a call share the shift (else the plan uses N = 1).
+// `misalignment`: elements from the preceding boundary of `grain` to the start of the arrays.
+//
+// Packs [head, Count()) hold elements of the row. The first and the last may be partial: only some of their elements belong
+// to the row. kRagged = false promises that no pack is partial, which makes the code shorter.
+template <class T, int N, class Index, bool kRagged = true> struct Row {
+  int64_t base;  // element offset of pack 0, `shift` elements before the row
+  Index width;
+  int shift;
+  Index head;
+  Index whole_begin;  // packs [whole_begin, whole_end) lie entirely in the row
+  Index whole_end;
+
+  __device__ __forceinline__ Row(int64_t first, int64_t row_width, int misalignment, int grain)
+      : width(static_cast<Index>(row_width)) {
+    shift = kRagged ? static_cast<int>(first + misalignment) & (grain - 1) : 0;
+    base = first - shift;
+    head = shift / N;
+    whole_begin = (shift + N - 1) / N;
+    whole_end = (width + shift) / N;
+  }
+  __device__ __forceinline__ Index Count() const { return (width + shift + N - 1) / N; }
+  // Whether some pack of the row is partial.
+  __device__ __forceinline__ bool Ragged() const { return kRagged && ((shift | width) & (N - 1)) != 0; }
+  __device__ __forceinline__ bool Whole(Index p) const { return (!kRagged || p >= whole_begin) && p < whole_end; }
+  __device__ __forceinline__ Index Column(Index p) const { return p * N - shift; }
+  __device__ __forceinline__ bool Has(Index column) const { return column >= 0 && column < width; }
+  __device__ __forceinline__ int64_t At(Index p) const { return base + static_cast<int64_t>(p) * N; }
+
+  // Whether a partial pack lies entirely inside the array, so that it can be read as a vector.
+  __device__ __forceinline__ bool Inside(Index p, int64_t array_size) const {
+    return At(p) >= 0 && At(p) + N <= array_size;
+  }
+
+  // Replaces the elements of a partial pack that do not belong to the row by `otherwise`.
+  __device__ __forceinline__ void Trim(Pack<T, N>& pack, Index p, T otherwise) const {
+    const Pack<T, N> fill = Filled<T, N>(otherwise);
+    // Bytes [from, to) of the pack belong to the row.
+    const int from = max(-static_cast<int>(max(Column(p), Index(-N))), 0) * static_cast<int>(sizeof(T));
+    const int to = static_cast<int>(min(width - Column(p), Index(N))) * static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int w = 0; w < Pack<T, N>::kWords; ++w) {
+      const int low = max(from - 4 * w, 0), high = max(4 * w + 4 - to, 0);
+      const uint32_t keep = (low < 4 ? ~0u << (8 * low) : 0u) & (high < 4 ? ~0u >> (8 * high) : 0u);
+      pack.word[w] = (pack.word[w] & keep) | (fill.word[w] & ~keep);
+    }
+  }
+
+  // Reads any pack; the elements of a partial one are read one by one.
+  __device__ __forceinline__ Pack<T, N> LoadElements(const T* array, Index p, T otherwise) const {
+    Pack<T, N> pack = Filled<T, N>(otherwise);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (Has(Column(p) + i)) SetElement(pack, i, array[At(p) + i]);
+    }
+    return pack;
+  }
+
+  __device__ __forceinline__ Pack<T, N> Load(const T* array, Index p, T otherwise, ReadPolicy policy) const {
+    if (Whole(p)) return LoadVector<T, N>(array + At(p), policy);
+    return LoadElements(array, p, otherwise);
+  }
+
+  __device__ __forceinline__ void Store(T* array, Index p, const Pack<T, N>& pack) const {
+    if (Whole(p)) {
+      StoreVector<T, N>(array + At(p), pack);
+    } else if (Ragged()) {
+      StoreRagged(array, p, pack);
+    }
+  }
+
+  // Writes a partial pack; elements outside the row keep their value.
+  __device__ __forceinline__ void StoreRagged(T* array, Index p, const Pack<T, N>& pack) const {
+    T* const at = array + At(p);
+    const Index column = Column(p);
+    if (N * sizeof(T) != 16 || (column < 0 && column + N > width)) {  // cut at both ends
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (Has(column + i)) at[i] = Element(pack, i);
+      }
+    } else if constexpr (N * sizeof(T) == 16) {
+      if (column < 0 && column > -N) StoreBack(at, pack, static_cast<int>(column + N) * static_cast<int>(sizeof(T)));
+      else if (column >= 0 && column < width)
+        StoreFront(at, pack, static_cast<int>(width - column) * static_cast<int>(sizeof(T)));
+    }
+  }
+};
 
 // Arguments of the kernels. The arrays are aligned to 16 bytes, unless the kernel has packs of one element and the
 // grain is 1. The members that every kernel reads come first, so that they share cache lines.
@@ -40,7 +163,7 @@ template <class Op, int N, class Index, bool kRagged = true> struct SoftmaxRow {
   using Params = SoftmaxParams;
   static constexpr int kPack = N;
   static constexpr bool kManyRegisters = false;  // needs more registers than two blocks of 512 threads leave
-  static constexpr bool kSkips = false;          // some packs have no element that takes part; see Skips in fused.cuh
+  static constexpr bool kSkips = false;  // some packs have no element that takes part; see Skips in fused_row.cuh
   static constexpr Index kNoStop = sizeof(Index) == 4 ? Index(INT32_MAX) : Index(INT64_MAX);
   static constexpr int kStreamUnroll = 4;  // streaming: packs in flight per thread and input
   static constexpr int kStreamBlocks = 2;  // streaming: blocks per multiprocessor

@@ -16,7 +16,7 @@ from jaxkern._core.params import Params
 from jaxkern._ops.softmax import tuning
 from jaxkern._ops.softmax.plan import PARAMS, Problem, arguments, exceeds_l2, problem_of, rows_grid, warps
 
-FUSED_PARAMS = Params("softmax/fused.cuh", "FusedParams", PARAMS)
+FUSED_PARAMS = Params("softmax/fused_row.cuh", "FusedParams", PARAMS)
 ALGORITHMS = ("warp", "block", "streaming")
 _HAS_BIAS, _HAS_WIDE_BIAS, HAS_MASK, _HAS_CAUSAL, _HAS_DROPOUT = 1, 2, 4, 8, 16
 RUN = 32  # FusedParams::kRun
