@@ -14,7 +14,7 @@
 // The grid has `parts` blocks for each of gridDim.x / parts sets of rows, or one for each set where only numbers are left.
 #pragma once
 
-#include "rows.cuh"
+#include "engine.cuh"
 
 namespace jaxkern {
 

@@ -18,7 +18,7 @@
 // the sums of all blocks in a fixed order.
 #pragma once
 
-#include "rows.cuh"
+#include "engine.cuh"
 
 namespace jaxkern {
 

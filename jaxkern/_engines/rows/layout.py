@@ -387,7 +387,7 @@ def keeps_across(how, problem) -> bool:
 
 
 def _room(how, problem) -> int:
-    """Bytes of shared memory in which the threads of a block join what they reduced (JoinGroups in strided.cuh)."""
+    """Bytes of shared memory in which the threads of a block join what they reduced (JoinGroups in groups.cuh)."""
     if how.lanes == how.threads and how.cluster == 1:  # nothing is joined
         return 0
     columns, blocks = how.lanes * problem.pack, 2 * how.cluster if how.cluster > 1 else 0

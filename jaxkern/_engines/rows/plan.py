@@ -191,7 +191,7 @@ class _Rows(typing.NamedTuple):
         elif stays:
             walkers = min(walkers, tuning.SUM_BLOCKS * self.device.sm_count * max(1, 512 // how.threads))
         if problem.sums and self.width % pack and walkers < min(self.rows, 2 * pack):
-            return None  # see Walk in rows.cuh
+            return None  # see Walk in engine.cuh
         room = how.threads * elements * problem.sums if how.groups > 1 else 0
         partials = 2 * how.threads // 32 * cluster * (max if cluster > 1 else sum)([0, *core.partial_bytes])
         code = self.code(keeps=how.keeps or (not streams and elements * problem.kept <= tuning.KEPT_WORDS))
@@ -351,7 +351,7 @@ def _sums(core, walkers, width, scratch=0, of_numbers=None):
 
 
 def _arguments(core, program, rows, width, walkers, sums, arrays, device):
-    """RowEngine::Args (rows.cuh)."""
+    """RowEngine::Args (engine.cuh)."""
     moved = _moved(arrays)
     by_runs = _by_runs(core, program, rows, moved, device)
     matrix_rows = program.others[-1].size if by_runs else 1
