@@ -1,5 +1,5 @@
-"""How modules are laid out: tuned numbers have names in the file tuning.py of their family, and what several modules use is in none that
-users import."""
+"""How modules are laid out: tuned numbers have names in the file tuning.py of their family, what several modules use is in none that
+users import, and files of kernels are short."""
 
 import ast
 import functools
@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 import jaxkern
+from jaxkern._core import runtime
 
 PACKAGE = pathlib.Path(jaxkern.__file__).parent
 FAMILIES = sorted(f"{p.parent.parent.name}/{p.parent.name}" for p in PACKAGE.glob("_*/*/__init__.py"))
@@ -63,3 +64,8 @@ def test_private_modules_import_no_helpers_of_public_ones():
             if isinstance(node, ast.ImportFrom) and module and module.startswith("jaxkern.") and module[8] != "_":
                 helpers += [(path.name, a.name) for a in node.names if not hasattr(jaxkern, a.name)]
     assert not helpers
+
+
+def test_files_of_kernels_are_short():
+    files = [p for p in runtime.kernels_folder().rglob("*") if p.suffix in (".cuh", ".h")]
+    assert files and not [p.name for p in files if len(p.read_text().splitlines()) > 450]

@@ -63,7 +63,6 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
 
   static __device__ __forceinline__ Stat Identity() { return {S(0), 0}; }
   static __device__ __forceinline__ C Neutral(int k) { return kLog && k == 0 ? -Infinity<C>() : C(0); }
-  static __device__ __forceinline__ C Masked() { return 0; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.alive | b.alive}; }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     const S sum = __shfl_xor_sync(0xffffffffu, stat.sum, lane);
@@ -114,8 +113,6 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
     }
   }
 
-  static __device__ __forceinline__ bool Regular(const Final& f) { return f.sum - f.sum == C(0); }
-
   template <int kPacks, int N, bool = false> using Tile = PacksAsRead<FromOutput, kPacks, N>;
 };
 
@@ -142,7 +139,6 @@ template <class T_, bool kColumns = false> struct FromInput {
 
   static __device__ __forceinline__ Stat Identity() { return {Powers::Identity(), S(0)}; }
   static __device__ __forceinline__ C Neutral(int k) { return k == 0 ? -Infinity<C>() : C(0); }
-  static __device__ __forceinline__ C Masked() { return 0; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
     return {Powers::Merge(a.powers, b.powers), a.sum + b.sum};
   }
@@ -182,8 +178,6 @@ template <class T_, bool kColumns = false> struct FromInput {
 #pragma unroll
     for (int j = 0; j < N; ++j) out[j] = One(Powers::Exp(v[0][j], f.max), v[1][j], f);
   }
-
-  static __device__ __forceinline__ bool Regular(const Final& f) { return f.factor - f.factor == C(0); }
 
   // Holds the packs as loaded; for float and double, e^(x - max of the warp) replaces x.
   template <int kPacks, int N, bool = false> struct Tile {

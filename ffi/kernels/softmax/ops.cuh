@@ -20,7 +20,8 @@
 //     Map          turns a pack and the Final into the output pack
 //     Tile         holds a thread's packs of one row in registers: Set stores a pack, Reduce returns the Stat,
 //                  Localize adapts the row's Final to the warp, Get returns an output pack
-// A masked element enters as Neutral(). Map turns it into Masked() if the Final is Regular().
+// A masked element enters as Neutral(). Ops of rows with extras (fused_row.cuh) have two more functions: Masked, the result of such an
+// element, and Regular, whether Map returns it.
 #pragma once
 
 #include "common/exponential.cuh"
