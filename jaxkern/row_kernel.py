@@ -89,7 +89,9 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
             try:
                 found = trace(flat, avals, row % rank - rank, label)
             except Exception as error:
-                error.add_note(f"{label} is traced with whole arrays, whose rows lie along axis {row % rank - rank}")
+                hint = f"{label} is traced with whole arrays, whose rows lie along axis {row % rank - rank}"
+                is_branch = isinstance(error, jax.errors.TracerBoolConversionError)
+                error.add_note(f"{hint}. Write jnp.where in place of `if`" if is_branch else hint)
                 raise
             if not found[2].num_leaves:
                 raise ValueError(f"{label} must return at least one array")

@@ -4,6 +4,7 @@ Kernels compute 16-bit types in float32, so the reference is the function itself
 """
 
 import functools
+import re
 import sys
 
 import jax
@@ -282,6 +283,43 @@ def test_what_is_no_row_function(f, words):
     assert words in str(error.value)
     said = [str(error.value), *getattr(error.value, "__notes__", ())]
     assert "".join(said).count("pass the result as an operand") == ("keepdims" not in words)
+
+
+@pytest.mark.parametrize("maker", [jaxkern.row_kernel, jaxkern.elementwise_kernel])
+def test_a_branch_in_python(maker):
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        maker(lambda x: x if x.max() > 0 else -x)(jnp.ones((4, 4)))
+    assert "Write jnp.where in place of `if`" in "".join(error.value.__notes__)
+
+
+def test_an_operation_has_the_name_that_jax_prints():
+    search = lambda x: jnp.searchsorted(jnp.arange(4.0), x)
+    jaxpr = str(jax.make_jaxpr(search)(jnp.ones((4, 4))))
+    with pytest.raises(jaxkern.Unsupported) as error:
+        jaxkern.row_kernel(search, name="mine")(jnp.ones((4, 4)))
+    name = re.search(r"mine uses (\S+) ", str(error.value))[1]
+    assert f" {name}[" in jaxpr
+
+
+def test_gradients_of_a_number_and_its_place():
+    """JAX has no derivative of lax.reduce with integers; the error says what to write, and that has one."""
+
+    def larger(a, b):
+        return jnp.maximum(a[0], b[0]), jnp.where(b[0] > a[0], b[1], a[1])
+
+    def largest(x):
+        at = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        return jax.lax.reduce((x, at), (-jnp.float32(jnp.inf), jnp.int32(0)), larger, (1,))
+
+    def picked(x):
+        return jnp.take_along_axis(x, largest(jax.lax.stop_gradient(x))[1][:, None], 1)[:, 0]
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)), jnp.float32)
+    with pytest.raises(TypeError) as error:
+        jax.grad(lambda x: jaxkern.row_kernel(largest)(x)[0].sum())(x)
+    assert "pick the element at the index" in "".join(error.value.__notes__)
+    gradient = jax.grad(lambda x: jaxkern.row_kernel(picked)(x).sum())(x)
+    np.testing.assert_array_equal(gradient, jax.nn.one_hot(jnp.argmax(x, 1), 5))
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,12 @@ def _made_at(equation):
     return contextlib.nullcontext()
 
 
+def operation_name(equation) -> str:
+    """The name of an equation's operation, as JAX prints it: newer versions have one primitive for operations with rules in Python."""
+    own = equation.params.get("_prim")
+    return equation.primitive.name if own is None else type(own).__name__
+
+
 def source_line(equation) -> str:
     """The user's file and line that made an equation of a jaxpr, not a line of this package; empty where JAX does not say."""
     with contextlib.suppress(Exception):

@@ -177,7 +177,7 @@ class Translation:
 
     def _fail(self, e, what):
         raise Unsupported(
-            f"{self.label} uses {e.primitive.name}{at(e)}, {what}. Compute it outside and pass the result as an operand"
+            f"{self.label} uses {compat.operation_name(e)}{at(e)}, {what}. Compute it outside and pass the result as an operand"
         )
 
     def _equation(self, e, operands) -> list:

@@ -58,7 +58,9 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
             closed, shapes = jax.make_jaxpr(f, return_shape=True)(*map(scalar, dtypes, weak))
         except Exception as error:
             names = ", ".join(d.name for d in dtypes)
-            error.add_note(f"{label} is traced with scalars, one element of each operand: {names}")
+            hint = f"{label} is traced with scalars, one element of each operand: {names}"
+            is_branch = isinstance(error, jax.errors.TracerBoolConversionError)
+            error.add_note(f"{hint}. Write jnp.where in place of `if`" if is_branch else hint)
             raise
     out, out_tree = jax.tree.flatten(shapes)
     if not out or (results is not None and len(out) != results):

@@ -138,7 +138,7 @@ class Flat:
 
     def fail(self, step, what):
         e, line = step.origin or step.equation, self.line(step)
-        raise Unsupported(f"{self.label} uses {e.primitive.name}{' at ' + line if line else ''}, {what}")
+        raise Unsupported(f"{self.label} uses {compat.operation_name(e)}{' at ' + line if line else ''}, {what}")
 
     def why(self, step) -> str:
         """What an error says of a step that is neither elementwise nor a reduction."""

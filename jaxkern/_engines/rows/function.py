@@ -335,12 +335,27 @@ def _roles_of_jvp(function, operands, results, wrt):
     return [*operands, *(f"d {operands[k]}" for k in wrt)], [f"d {results[k]}" for k in function.inexact_results]
 
 
+@contextlib.contextmanager
+def _explained(self):
+    """Adds to an error of JAX's derivative of `lax.reduce` what to write in its place."""
+    try:
+        yield
+    except TypeError as error:
+        if compat.calls(self.closed.jaxpr, "reduce"):
+            error.add_note(
+                f"{self.label}: JAX does not differentiate lax.reduce of numbers together with integers. Reduce "
+                "lax.stop_gradient of the numbers, and pick the element at the index that is found"
+            )
+        raise
+
+
 @_derived(_roles_of_jvp)
 def _jvp(self, wrt):
     n = len(self.avals)
 
     def pushforward(*xs):
-        return jax.jvp(_inexact_of(self, xs[:n], wrt), [xs[k] for k in wrt], list(xs[n:]))[1]
+        with _explained(self):
+            return jax.jvp(_inexact_of(self, xs[:n], wrt), [xs[k] for k in wrt], list(xs[n:]))[1]
 
     avals, operands = [*self.avals, *(self.avals[k] for k in wrt)], [*range(n), *wrt]
     results = [n + k for k in self.inexact_results]
@@ -367,7 +382,8 @@ def _vjp(self, wrt):
     n = len(self.avals)
 
     def pullback(*xs):
-        _, pull = jax.vjp(_inexact_of(self, xs[:n], wrt), *(xs[k] for k in wrt))
+        with _explained(self):
+            _, pull = jax.vjp(_inexact_of(self, xs[:n], wrt), *(xs[k] for k in wrt))
         return pull(tuple(xs[n:]))
 
     avals, results = (
