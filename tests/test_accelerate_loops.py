@@ -196,6 +196,30 @@ def test_steps_along_another_axis():
     assert "float32[16,64]" in launch.programs(text)[0]
 
 
+@needs_kernels
+def test_last_carries_take_the_memory_of_donated_arguments():
+    """XLA would copy them there, if the kernel wrote them elsewhere. Arguments that are not donated, or read twice, stay."""
+    counted = lambda x, y: lax.fori_loop(0, 100, lambda _, c: (c[0] + 0.1 * c[1], c[1] - 0.1 * jnp.sin(c[0])), (x, y))
+    stops = lambda c: lax.while_loop(lambda c: c[0] < 1, lambda c: (1.1 * c[0] + 0.01, c[1] + 1), c)
+    until = lambda x, y: jax.vmap(lambda x, y: stops((x, y)))(x, y)
+    twice = lambda x, y: lax.scan(lambda c, _: (c * x + y, None), x, None, length=100)[0]
+    marked = lambda x, y: jaxkern.scan(lambda c, _: (c * 0.5 + y, None), x, None, length=100)[0]
+    for f, donated, aliases in (
+        (counted, (0, 1), [0, 1]),
+        (counted, (1,), [1]),
+        (counted, (), []),
+        (until, (0, 1), [0, 1]),
+        (twice, (0,), []),
+        (marked, (0,), [0]),
+    ):
+        with jaxkern.accelerate():
+            step = jax.jit(lambda *a, f=f: f(*a), donate_argnums=donated).trace(spec(1 << 18), spec(1 << 18))
+            text = step.lower(lowering_platforms=("cuda",)).as_text()
+        assert len(launch.programs(text)) == 1
+        found = re.findall(r"output_operand_alias<.*?operand_index = (\d+)", text)
+        assert len(found) == len(aliases), (f, donated, found)
+
+
 def few(x):
     return lax.scan(decay, x[0], x[:4])[1]
 

@@ -527,6 +527,28 @@ def test_deterministic():
 
 
 @pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
+def test_sums_that_are_sorted_in_any_case_make_their_updates():
+    """The gradient of a gather, in a fixed order: products of edges x features are not stored for the sum."""
+
+    def loss(slope, group, x, y):
+        return jnp.square((slope[group] * x).sum(-1) - y).sum()
+
+    n, e = 20_000, 2 * gate.CHAIN_COUNT
+    slope, x, y = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n, 4), (e, 4), (e,)))
+    with jaxkern.accelerate(only="scatter_add", deterministic=True):
+        found = jaxkern.explain(jax.grad(loss), platform="cuda")(slope, jax.ShapeDtypeStruct((e,), jnp.int32), x, y)
+    assert chains(found) == ["multiply and scatter"]
+    rng = np.random.default_rng(0)
+    of = lambda s: rng.normal(size=s.shape).astype(np.float32)
+    group = rng.integers(-3, n + 3, e).astype(np.int32)
+    in_order = jaxkern.accelerate(only="scatter_add", force=True, deterministic=True)
+    made = check(jax.grad(loss), of(slope), group, of(x), of(y), rtol=1e-4, forced=in_order)
+    assert made == ["multiply and scatter"]
+    ones = lambda group: sums(jnp.ones((e, 4)), group)  # nothing to be stored
+    assert check(ones, group % NODES, forced=in_order) == []
+
+
+@pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
 def test_one_order_for_all(measured_jaxlib):
     """A softmax over the edges of a node: what follows its maximum is reduced in the order that the maximum takes."""
     n, e = 20_000, 200_000

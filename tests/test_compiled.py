@@ -130,6 +130,42 @@ def test_no_more_bytes_copies_or_memory_than_plain(name):
     assert own.copied <= plain.copied, own.copies
 
 
+def oscillators(state, damping):
+    x, v = jax.lax.fori_loop(0, 1000, lambda _, s: (s[0] + 0.01 * s[1], s[1] - 0.01 * (damping * s[1] + s[0])), state)
+    return (x, v), jnp.square(x).mean()
+
+
+def stopped(state, limit):
+    halve = lambda s, m: jax.lax.while_loop(lambda s: s[0] > m, lambda s: (0.5 * s[0], s[1] + 1), s)
+    return jax.vmap(halve)(state, limit)
+
+
+@needs_xla
+@needs_kernels
+@pytest.mark.optimized
+@pytest.mark.parametrize("f", [oscillators, stopped])
+def test_loops_overwrite_a_donated_state(f):
+    found = compiled.compare(f, (spec(1 << 20), spec(1 << 20)), spec(1 << 20), donate=(0,))
+    plain, own = found["plain"], found["accelerated"]
+    assert any("jaxkern" in s.op for s in own.steps) and not own.copies, own.copies
+    assert own.peak <= LARGER * plain.peak and own.temporary <= MB, (own, plain)
+
+
+def slopes(slope, group, x, y):
+    return jnp.square((slope[group] * x).sum(-1) - y).sum()
+
+
+@needs_xla
+@needs_kernels
+@pytest.mark.optimized
+def test_sums_in_a_fixed_order_store_no_updates():
+    """The order of 2 M edges is sorted numbers and positions, and a workspace of the same size: no product of edges x features."""
+    edges = 1 << 21
+    args = spec(20000, 8), whole(edges), spec(edges, 8), spec(edges)
+    report = compiled.compare(jax.grad(slopes), *args, fixed={"deterministic": True})["fixed"]
+    assert report.temporary <= 4 * edges * 7 + MB, report.temporary / edges / 4
+
+
 @needs_xla
 @pytest.mark.optimized
 def test_collectives_of_several_devices():

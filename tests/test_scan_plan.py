@@ -129,8 +129,9 @@ def test_kernels_on_the_cpu(name, shape, length, dtype, gradient, algorithm, mon
 
 def run_on_the_cpu(e, made, core, dtype):
     program, given, avals, wanted = evaluated(e, core.program, dtype)
-    for unaligned in (False, True):
-        agree(program.join(run(made, core, given, avals, e.params["length"], unaligned)), wanted, dtype)
+    overwritten = tuple(plan.in_place(core, made.algorithm).items())
+    for unaligned, aliases in ((False, ()), (True, ()), *([(False, overwritten)] if overwritten else [])):
+        agree(program.join(run(made, core, given, avals, e.params["length"], unaligned, aliases)), wanted, dtype)
 
 
 def evaluated(e, program, dtype):
@@ -144,13 +145,13 @@ def evaluated(e, program, dtype):
     return program, given, program.parts_of([compat.physical(v.aval) for v in e.outvars]), wanted
 
 
-def run(made, core, given, avals, length, unaligned) -> list:
-    """The results of a program by its kernel."""
+def run(made, core, given, avals, length, unaligned, aliases=()) -> list:
+    """The results of a program by its kernel. aliases: pairs of an operand and the result that has its memory."""
     plans.check_limits(made, FEW)
     program, first = core.program, core.program.num_consts
     starts = {first + k: np.asarray(core.first(k, given[first + k])) for k in program.linear}
     reads = [starts.get(k, given[k]) for k in (*core.consts, *program.inits, *core.xs)]
-    arrays = emulated.run(made, reads, core.shapes(length), unaligned)
+    arrays = emulated.run(made, reads, core.shapes(length), unaligned, aliases=aliases)
     return core.after(list(map(jnp.asarray, arrays)), {k: given[first + k] for k in program.zeros}, avals)
 
 

@@ -17,7 +17,7 @@ from while_functions import FUNCTIONS, over_arrays, per_lane
 import jaxkern
 from jaxkern._core import compat, device, launch, registry
 from jaxkern._core.cpp import Unsupported
-from jaxkern._engines.loops import tuning, while_plan, while_sharding
+from jaxkern._engines.loops import plan, tuning, while_plan, while_sharding
 from jaxkern._engines.loops.while_program import read
 
 EXACT = ("sampler", "collatz")  # integers; where the others end depends on rounding
@@ -278,9 +278,11 @@ def check_kernel(f, operands, compare, on=device.H200):
     plans.check_limits(made, on)
     given = program.split([*(c for _, c in program.captured.values()), *args])
     reads = [np.asarray(given[k]) for k in (*core.consts, *range(program.num_consts, len(given)))]
-    ys = emulated.run(made, reads, core.results)
-    ys = program.join([jnp.asarray(y.reshape(shape)) for y, (shape, _) in zip(ys, core.results)])
-    compare(list(map(np.asarray, ys)), wanted)
+    overwritten = tuple(plan.in_place(core, made.algorithm).items())
+    for aliases in ((), overwritten) if overwritten else ((),):
+        ys = emulated.run(made, reads, core.results, aliases=aliases)
+        ys = program.join([jnp.asarray(y.reshape(shape)) for y, (shape, _) in zip(ys, core.results)])
+        compare(list(map(np.asarray, ys)), wanted)
 
 
 @plans.needs_nvrtc

@@ -97,16 +97,17 @@ class Chain(typing.NamedTuple):
 # ---- from nodes to a message
 
 
-def find(program, name, avals, indices, updates, clip, *, alone=False, free=False) -> Chain | None:
+def find(program, name, avals, indices, updates, clip, *, alone=False, free=False, sorts=False) -> Chain | None:
     """The chain that makes the updates of this scatter, which is `in_order`; or None.
 
     indices, updates: the scatter's, values of `program`. alone: the updates are an operand, whatever makes them.
-    free: the messages are added in no fixed order (unordered.py).
+    free: the messages are added in no fixed order (unordered.py). sorts: the indices are sorted in any case, and what a chain does not
+    make is stored.
     """
     for sinks in (False,) if alone else (True, False):
         walk = Walk(program, avals[2].shape, avals[1].ndim - 1, sinks)
         try:
-            if (chain := _chain(walk, name, avals, indices, updates, clip, alone, free)) is not None:
+            if (chain := _chain(walk, name, avals, indices, updates, clip, alone, free, sorts)) is not None:
                 return chain
         except (Ends, cpp.Unsupported):
             pass
@@ -132,7 +133,7 @@ def in_order(layout, avals) -> bool:
     )
 
 
-def _chain(walk, name, avals, indices, value, clip, alone, free) -> Chain | None:
+def _chain(walk, name, avals, indices, value, clip, alone, free, sorts) -> Chain | None:
     """The chain that `walk` finds in the updates, which are `value`; raises Ends where it cannot be one message."""
     operand, _, updates = avals
     dims = tuple(d if n != 1 else None for d, n in enumerate(walk.full))
@@ -143,7 +144,8 @@ def _chain(walk, name, avals, indices, value, clip, alone, free) -> Chain | None
     at_row, by_index = _by_index(walk, used, operand.shape[0], indices, clip)
     weight = lambda nodes: sum(row_bytes(_source(walk.nodes[k])) for k in nodes)
     at_other = max(by_index.values(), key=weight, default=[])
-    if not alone and not free and not any(has_features(walk, walk.nodes[k].leaf.dims) for k in (*at_row, *at_other)):
+    gathers = any(has_features(walk, walk.nodes[k].leaf.dims) for k in (*at_row, *at_other))
+    if not gathers and not (alone or free or (sorts and walk.nodes[root].name not in ("leaf", "constant"))):
         return None
     # XLA fuses a gather of wider types with the arithmetic that it would then store for the kernel.
     read = _operands(walk, used, at_row, at_other, may_store_gathers=alone or updates.dtype.itemsize <= 2, free=free)

@@ -268,7 +268,7 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
     taken, why = gate.can_scatter(problem) if settings.force or sorts else gate.chain(problem, ordered)
     if not taken or switch.refusal(ctx, settings):
         return None, "" if taken else why
-    found = find()
+    found = find(sorts=sorts)
     if found is None and gate.alone(problem._replace(gathers=program.gathers(updates)), ordered):
         found = find(alone=True)
     if found is not None:

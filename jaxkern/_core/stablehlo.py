@@ -201,6 +201,16 @@ def begin_of_slice(operation) -> int | None:
     return sum(start * math.prod(shape[d + 1 :]) for d, start in enumerate(starts))
 
 
+def is_donated(value) -> bool:
+    """Whether `value` is an argument of the program whose memory a result may take. Looks through reshapes."""
+    while (operation := maker(value)) is not None:
+        if operation.name not in ("stablehlo.reshape", CONSTRAINT):
+            return False
+        value = operation.operands[0]
+    function = value.owner.owner.operation
+    return function.name == "func.func" and _is_donated(function, ir.BlockArgument(value).arg_number)
+
+
 def _is_donated(function, number) -> bool:
     if "arg_attrs" not in function.attributes:
         return False

@@ -354,12 +354,28 @@ def _kernel(ctx, loop, operands, avals, types, target) -> list:
         for k, aval in zip(at, jax.eval_shape(firsts, *(avals[k] for k in at))):
             in_memory[reads.index(k)] = jax.core.ShapedArray(aval.shape, aval.dtype)
     inner = ctx.replace(avals_in=in_memory, avals_out=writes)
-    found = launch.lower(inner, target, loop.launches, [values[k] for k in reads])
+    given = [values[k] for k in reads]
+    shared = _in_place(loop, given, in_memory, writes)
+    found = launch.lower(inner, target, loop.launches, given, operand_output_aliases=shared)
 
     sums = program.zeros
     given = [program.num_consts + k for k in sums]
     after = lambda *arrays: core.after(arrays[len(sums) :], dict(zip(sums, arrays)), types)
     return _in_jnp(ctx, after, [*(avals[k] for k in given), *writes], [*(operands[k] for k in given), *found])
+
+
+def _in_place(loop, values, given, types) -> dict[int, int] | None:
+    """{operand: result} of last carries that take the memory of the first ones; None if there are none.
+
+    Those of donated arguments do: XLA would copy the last carries there. given, types: of operands and results.
+    """
+    found = {}
+    for operand, k in plan.in_place(loop.core, loop.launches.algorithm).items():
+        value = values[operand]
+        alone = not any(True for _ in value.uses) and values.count(value) == 1
+        if alone and given[operand].update(weak_type=False) == types[k] and stablehlo.is_donated(value):
+            found[operand] = k
+    return found or None
 
 
 def of_scan(ctx, operands, params, label) -> Loop:
@@ -399,9 +415,9 @@ def _register():
         return otherwise(ctx, *operands, **params) if found is None else found
 
     def reads_transposed(module, equation, operands):
-        """Whether a marked scan may read an array as it was before it was transposed or repeated."""
+        """Whether a marked scan may read an array as it was before it was transposed or repeated, or overwrite one."""
         moved = lambda x: stablehlo.transposed(x)[0] is not None or stablehlo.repeated(x)[0] is not None
-        return any(map(moved, operands)) and _is_marked(equation.params)
+        return any(moved(x) or stablehlo.is_donated(x) for x in operands) and _is_marked(equation.params)
 
     registry.register_cuda_target(TARGET)
     compat.needs_devices(loop_p)

@@ -110,6 +110,20 @@ def plan(device, core, length, reverse):
     return Plan("lanes", launches(each), 0, launches(1))
 
 
+def in_place(core, algorithm) -> dict[int, int]:
+    """{operand: result} of the carries whose last value may overwrite the first one, of scans and of while loops.
+
+    One thread runs all steps of a lane: it reads the first carries of the lane before it writes the last ones, and no other thread
+    reads them, unless several lanes share a carry.
+    """
+    if algorithm not in ("lanes", "lane"):
+        return {}
+    program, inits = core.program, core.inits
+    own = lambda k: None not in core.carries[k].dims and len(core.carries[k].dims) == program.rank
+    found = {k: program.num_consts + k for k in range(len(core.carries)) if k not in program.linear and own(k)}
+    return {len(core.consts) + inits.index(at): k for k, at in found.items() if at in inits}
+
+
 def check(core, size) -> None:
     """Raises TooLarge, which says what of a body or its arrays is beyond the limits of a kernel. size: of the body.
 

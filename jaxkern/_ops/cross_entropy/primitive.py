@@ -14,7 +14,6 @@ derivatives treat them: only those along logits and weight exist.
 import functools
 
 import jax.numpy as jnp
-from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jaxkern._core import algorithms, compat, decisions, stablehlo
@@ -86,11 +85,7 @@ def _may_overwrite(value) -> bool:
         value = maker.operands[0]  # the same memory
     if maker is not None:
         return maker.name != "stablehlo.constant"
-    function = value.owner.owner.operation
-    if function.name != "func.func" or "arg_attrs" not in function.attributes:
-        return False
-    own = ir.DictAttr(ir.ArrayAttr(function.attributes["arg_attrs"])[ir.BlockArgument(value).arg_number])
-    return "jax.buffer_donor" in own or "tf.aliasing_output" in own
+    return stablehlo.is_donated(value)
 
 
 def _primitive(name, signature, reference, part=None, which=None, **options):
