@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxkern._accelerate import cumulative, functions, loops, passes, replace, rules
 from jaxkern._accelerate.checked import compared
-from jaxkern._core import arrays, compat, decisions, package, switch, validate
+from jaxkern._core import arrays, compat, decisions, package, registry, switch, validate
 from jaxkern._core.decisions import Decision, Explanation
 from jaxkern._core.switch import Settings
 
@@ -34,6 +34,9 @@ TOLERANCE = {"bfloat16": 2**-4, "float16": 2**-6, "float32": 2**-12, "float64": 
 
 # Platforms without kernels, where JAXKERN_EXPLAIN=1 prints what a GPU might run on kernels.
 OTHERS = ("cpu", "rocm", "tpu")
+
+# What `explain` says below its table on a machine without a GPU.
+ELSEWHERE = "This is the plan for an NVIDIA H200. JAX has no NVIDIA GPU here: on this machine, XLA runs all operations."
 
 _sessions = itertools.count(1)
 
@@ -298,7 +301,7 @@ def explain(f: Callable, platform: str = "cuda", **jit_options: typing.Any) -> C
         if platform != "cuda" and not settings.force:
             why = switch.no_kernels(platform)
             found = [dataclasses.replace(d, taken=False, reason=why) for d in found]
-        return Explanation(found)
+        return Explanation(found, ELSEWHERE if platform == "cuda" and not registry.gpu_present() else "")
 
     return explained
 

@@ -21,7 +21,8 @@ def softmax_cross_entropy_with_integer_labels(
 
     Args:
         logits: array of any shape.
-        labels: integers of the shape of `logits` without `axis`. They must not be negative, nor name a masked class.
+        labels: integers of the shape of `logits` without `axis`. They must not be negative, nor name a masked class. Labels of rows
+            that `where` excludes as a whole may have any value, if `where` has one element for each row.
         axis: the dimension of the classes, an int. With a tuple, a label is an index of these dimensions when they are flattened.
         where: boolean array of the shape of `labels` or of `logits`: which rows, or which classes of each row, are included.
 
@@ -43,6 +44,8 @@ def softmax_cross_entropy_with_integer_labels(
     """
     if where is not None and jnp.ndim(where) != jnp.ndim(logits):
         where = jnp.expand_dims(where, axis)
+    if where is not None and all(jnp.shape(where)[k] == 1 for k in ([axis] if isinstance(axis, int) else axis)):
+        labels = jnp.where(jnp.squeeze(where, axis), labels, 0)  # rows that are left out may have a label of -1
     if isinstance(axis, tuple):
         count = len(axis)
         last = lambda a: jnp.moveaxis(a, axis, range(-count, 0))

@@ -513,6 +513,18 @@ def test_check_reports(monkeypatch):
     jaxkern.accelerate(check=0.1, force=True, deterministic=True)(f)(nodes, receivers, edges)
 
 
+def test_the_warning_inside_a_traced_function_names_its_line():
+    @jax.jit
+    def inside(x):
+        return jaxkern.accelerate()(jnp.sin)(x)
+
+    compat.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="entered inside a function that JAX traces") as caught:
+        inside(1.0)
+    (warning,) = (w for w in caught if "entered inside" in str(w.message))
+    assert (warning.filename, warning.lineno) == (__file__, inside.__wrapped__.__code__.co_firstlineno + 2)
+
+
 # ---- the rest of JAX
 
 

@@ -421,3 +421,23 @@ def test_a_missing_library(module, library, monkeypatch):
     monkeypatch.delitem(sys.modules, f"jaxkern.{module}")
     with pytest.raises(ImportError, match=f"jaxkern.{module} needs {library}: pip install {library}"):
         importlib.import_module(f"jaxkern.{module}")
+
+
+@pytest.mark.parametrize("axis", (-1, 0, (1, 2)))
+@pytest.mark.parametrize("kept", (False, True))
+def test_labels_of_rows_that_are_left_out_may_have_any_value(axis, kept):
+    """A mask of the shape of the labels, or of the logits with one class; padding has labels of -1."""
+    logits = jax.random.normal(jax.random.key(0), (3, 3, 4))
+    labels = jnp.arange(int(np.prod(np.delete(logits.shape, axis)))).reshape(np.delete(logits.shape, axis)) % 3
+    where = labels > 0
+    labels = jnp.where(where, labels, jnp.array([-1, 99])[labels % 2])
+    where = jnp.expand_dims(where, axis) if kept else where
+    functions = (
+        optax.softmax_cross_entropy_with_integer_labels,
+        jaxkern.optax.softmax_cross_entropy_with_integer_labels,
+    )
+    theirs, ours = (
+        jax.value_and_grad(lambda x, f=f: f(x, labels, axis=axis, where=where).sum())(logits) for f in functions
+    )
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
+    np.testing.assert_allclose(ours[1], theirs[1], atol=1e-6)

@@ -386,9 +386,16 @@ def current_frames() -> list[tuple[str, int, str]]:
     return found
 
 
+_INSIDE = (str(pathlib.Path(__file__).parents[1]) + os.sep, contextlib.__file__)
+
+
 @functools.cache
 def warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
+    """Warns once in a process. The warning names the innermost line outside this package and the decorators of contextlib."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def stages() -> bool:

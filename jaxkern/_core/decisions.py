@@ -163,8 +163,9 @@ def source_of(frames) -> str:
 class Explanation(collections.abc.Sequence):
     """What `jaxkern.explain` found: a sequence of `Decision`. As text, it is a table with one line for equal decisions."""
 
-    def __init__(self, decisions):
-        self.decisions = list(decisions)
+    def __init__(self, decisions, note=""):
+        """note: what the text says below the table."""
+        self.decisions, self._note = list(decisions), note
 
     @property
     def taken(self) -> list[Decision]:
@@ -197,6 +198,6 @@ class Explanation(collections.abc.Sequence):
             rows.append((mark, d.operation, _short(d.shapes), size, d.reason, d.source))
         widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
-        return "\n".join(lines)
+        return "\n".join([*lines, *([self._note] if self._note else [])])
 
     __repr__ = __str__
