@@ -300,11 +300,14 @@ ONES = jnp.ones((4, 3, 3))
         (lambda a, b: a > b, ONES, TypeError, r"fn must return arrays of the types of elems, got bool\[2, 3, 3\] for"),
         (lambda a, b: a, (ONES, ONES[:2]), ValueError, "elems must have one rank and one size along axis 0"),
         (lambda a, b: a, (), TypeError, "elems must have at least one array"),
+        (lambda a, b: jnp.tanh(a + 1j * b), ONES * 1j, TypeError, "fn uses tanh at .*test_cumulative.py"),
     ],
 )
 def test_what_no_associative_scan_does(fn, elems, error, words):
-    with pytest.raises(error, match=f"^jaxkern.associative_scan: ({words})"):
+    with pytest.raises(error, match=f"^jaxkern.associative_scan: ({words})") as found:
         jaxkern.associative_scan(fn, elems)
+    notes = "".join(getattr(found.value, "__notes__", ()))
+    assert ("use jax.lax.associative_scan" in notes) == isinstance(found.value, jaxkern.Unsupported)
 
 
 # ---- recurrences by name

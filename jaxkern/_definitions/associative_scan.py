@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxkern._core import compat, validate
+from jaxkern._core.cpp import Unsupported
 from jaxkern._core.jaxprs import CUSTOM, computing
 from jaxkern._engines.loops import associative, pairs, plan_associative
 from jaxkern._engines.loops.generate import Core
@@ -54,7 +55,11 @@ def of_pytrees(fn, elems, reverse, axis, replaced=False):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             kinds = f"{y.dtype}{list(y.shape)} for {x.dtype}{list(x.shape)}"
             raise TypeError(f"jaxkern.{name}: fn must return arrays of the types of elems, got {kinds}")
-    core = Core(Program(closed.jaxpr, closed.consts, 0, 0, label))
+    try:
+        core = Core(Program(closed.jaxpr, closed.consts, 0, 0, label))
+    except Unsupported as error:
+        error.add_note("use jax.lax.associative_scan, or write fn for each lane, the elements of one step")
+        raise
     if core.program.sums or any(p is not None for p in core.program.operand_parts):
         raise TypeError(f"{label} combines elements of different lanes, which is not elementwise")
     whole = jnp.broadcast_shapes(*(x.shape for x in leaves))
