@@ -94,6 +94,20 @@ _APPROXIMATE = frozenset(("exp2", "log"))  # those with an overload in namespace
 # exponentials with 300 multiply-adds 2 seconds, 600 multiply-adds half a second.
 _SLOW_TO_COMPILE = frozenset("bessel_i0e bessel_i1e cos digamma lgamma pow rem sin tan".split())
 _LONG = 50  # their weight
+# About how many instructions functions become, in float32 and in float64: counted in loops of 4 and 12 steps for an H100.
+_CODE = {
+    name: (int(single), int(double))
+    for name, single, double in map(
+        str.split,
+        (
+            "acos 29 137, acosh 48 168, asin 27 73, asinh 47 170, atan 24 43, atan2 44 122, atanh 42 168, "
+            "bessel_i0e 126 332, bessel_i1e 132 346, cbrt 22 47, cos 31 57, cosh 21 66, digamma 145 298, "
+            "div 10 24, erf 27 83, erf_inv 34 289, erfc 40 175, exp 10 42, exp2 4 44, expm1 34 81, lgamma 222 179, "
+            "log 32 89, log1p 35 145, logistic 12 84, pow 84 120, rem 65 257, rsqrt 6 24, sin 29 57, sinh 29 133, "
+            "sqrt 10 24, tan 32 99, tanh 19 108"
+        ).split(", "),
+    )
+}
 _TEMPLATES = {
     "integer_pow": lambda p: f"integer_pow<{p['y']}>",
     "round": lambda p: "round_to_even" if int(p["rounding_method"]) == 1 else "round_away_from_zero",
@@ -107,10 +121,10 @@ ELEMENTWISE = frozenset(
 
 
 class _Statement:
-    """Lines of C++ that define `names` from `uses`; weight: how long they take to compile."""
+    """Lines of C++ that define `names` from `uses`. weight: how long they take to compile. code: about how many instructions they become."""
 
-    def __init__(self, names, lines, uses, weight=1):
-        self.names, self.lines, self.uses, self.weight = names, lines, uses, weight
+    def __init__(self, names, lines, uses, weight=1, code=1):
+        self.names, self.lines, self.uses, self.weight, self.code = names, lines, uses, weight, code
 
     def keep(self, needed):
         """Leaves out what does not define one of the names `needed`."""
@@ -132,6 +146,7 @@ class _Cond(_Statement):
         for n, (inner, outs) in enumerate(self.branches):
             self.uses |= inner.remove_unused([outs[k] for k in kept])
             self.weight += sum(statement.weight for statement in inner.statements)
+            self.code += sum(statement.code for statement in inner.statements)
             test = f"if ({self.index} {'<=' if n == 0 else '=='} {n}) " if n + 1 < len(self.branches) else ""
             self.lines.append(f"{'} else ' if n else ''}{test}{{")
             self.lines += [f"  {line}" for statement in inner.statements for line in statement.lines]
@@ -209,16 +224,17 @@ class Translation:
         if name in ("empty", "empty2"):  # what the other branch of a cond keeps for its derivative
             return [literal(0, e.outvars[0].aval.dtype)]
         text = self._expression(e, name, operands)
-        return [self._define(e.outvars[0].aval.dtype, text, operands, _LONG if name in _SLOW_TO_COMPILE else 1)]
+        dtype, weight = e.outvars[0].aval.dtype, _LONG if name in _SLOW_TO_COMPILE else 1
+        return [self._define(dtype, text, operands, weight, _CODE.get(name, (1, 1))[dtype == np.float64])]
 
     def _new(self):
         self._names += 1
         return f"t{self._names}"
 
-    def _define(self, dtype, text, uses, weight=1):
+    def _define(self, dtype, text, uses, weight=1, code=1):
         name = self._new()
         line = f"const {cpp_type(computing(dtype))} {name} = {text};"
-        self.statements.append(_Statement([name], [line], set(uses), weight))
+        self.statements.append(_Statement([name], [line], set(uses), weight, code))
         return name
 
     def _expression(self, e, name, operands) -> str:

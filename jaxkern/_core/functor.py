@@ -146,6 +146,7 @@ class Function:
     coarse: whether kernels compute it with relative errors of 2^-13, enough for 16-bit results; "approximate": whether they
         compute exp2 and log alone by the GPU's approximate instructions (namespace approximate in common/functions.h).
     size: how long it takes to compile, in statements of simple arithmetic.
+    code: about how many instructions it becomes, those of functions such as the logarithm included.
     """
 
     def __init__(self, closed, in_dtypes, out_dtypes, label, coarse, captured, out_tree):
@@ -160,6 +161,7 @@ class Function:
         lines = [line for statement in translation.statements for line in statement.lines]
         self._lines = (*lines, *(f"y{k} = {out};" for k, out in enumerate(outs)))
         self.size = sum(statement.weight for statement in translation.statements)
+        self.code = sum(statement.code for statement in translation.statements)
         dtypes = [" ".join(d.name for d in group) for group in (in_dtypes, out_dtypes)]
         content = "\n".join((*dtypes, str(captured), str(coarse), canonical.text_of(closed)))
         self.canonical_digest = hashlib.sha256(content.encode()).hexdigest()

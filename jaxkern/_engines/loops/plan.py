@@ -82,7 +82,7 @@ def plan(device, core, length, reverse):
         xs = list(map(core.operand, core.xs))
         words = sum(ceil_div(a.dtype.itemsize * (each if core.kind(a, each) == PACK else 1), 4) for a in xs)
         threads = lanes // each
-        ahead = steps_ahead(words, ceil_div(threads, device.sm_count), length, core.function.size * each)
+        ahead = steps_ahead(words, ceil_div(threads, device.sm_count), length, core.function, each)
         block = tuning.THREADS if threads >= tuning.THREADS * 2 * device.sm_count else tuning.FEW_THREADS
         grid = ceil_div(threads, block)
         registers = tuning.OWN_REGISTERS + ahead * words + each * values_of_a_lane(core)
@@ -201,9 +201,10 @@ def values_of_a_lane(core) -> int:
     return len(core.xs) + 2 * len(core.carries) + len(core.consts) + len(core.ys)
 
 
-def steps_ahead(words, threads, length, statements) -> int:
-    """The steps that a thread loads ahead. words: its words per step. threads: threads per multiprocessor."""
-    most = max(1, min(length, tuning.MOST_AHEAD, tuning.BODY // statements if statements else length))
+def steps_ahead(words, threads, length, function, each) -> int:
+    """The steps that a thread loads ahead. words: its words per step. threads: threads per multiprocessor. each: its lanes."""
+    most = max(1, min(length, tuning.MOST_AHEAD, tuning.BODY // max(1, function.size * each)))
+    most = min(most, max(tuning.LEAST_AHEAD, tuning.LATENCY // max(1, function.code * each)))
     wanted = tuning.LEAST_AHEAD
     if words:
         most = max(1, min(most, tuning.AHEAD_WORDS // words))

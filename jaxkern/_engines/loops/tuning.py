@@ -17,6 +17,9 @@ AHEAD_WORDS = 128
 OWN_REGISTERS = 48  # per thread, beside those for its values: addresses, counters, temporaries
 MOST_AHEAD, LEAST_AHEAD = 112, 4  # steps that are loaded ahead; 128 spilled
 BODY = 4000  # statements of an unrolled loop, which compile within seconds
+# Instructions of a thread beyond which no step is loaded ahead: a warp runs at most one in a cycle, and a load from memory takes about 700.
+# The code of steps that are loaded ahead is unrolled, so that more would only take longer to compile.
+LATENCY = 2700
 
 # ---- loops with a part that runs ahead: the group "ahead" of `benchmarks scan`
 
