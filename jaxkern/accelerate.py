@@ -18,7 +18,7 @@ import jax
 import jax.core
 import numpy as np
 
-from jaxkern._accelerate import cumulative, functions, loops, passes, replace, rules
+from jaxkern._accelerate import cumulative, functions, groups, loops, passes, replace, rules
 from jaxkern._accelerate.checked import compared
 from jaxkern._core import arrays, compat, decisions, package, registry, switch, validate
 from jaxkern._core.decisions import Decision, Explanation
@@ -69,6 +69,7 @@ class accelerate(contextlib.ContextDecorator):
       selection in place of the sort: `jnp.sort(x)[..., :k]`, `jnp.argsort(-x)[:k]`, `jnp.median`, `jnp.percentile`
     * "searchsorted": `jnp.searchsorted` and `jnp.digitize`, in one array
     * "bincount": scatter-adds of one number: `jnp.bincount`, `jnp.histogram`, `x.at[ids].add(1)`
+    * "ragged_dot": `jax.lax.ragged_dot` and the gradient of its rows, in the layout that XLA's product reads
     * "rows": what a program computes with rows by `jnp.mean`, `jnp.sum`, `jnp.max`: norms, masked softmax, losses, and
       their gradients
 
@@ -384,6 +385,7 @@ def _register(platform):
     rules.register(platform)
     loops.register(platform)
     cumulative.register(platform)
+    groups.register(platform)
     passes.register()
 
 

@@ -102,6 +102,10 @@ ROWS = {
         "jnp.digitize": ("searchsorted", "f, arguments = lambda x: jnp.digitize(x, x[0]), (big,)"),
         "jnp.bincount": ("bincount", "f, arguments = lambda i: jnp.bincount(i, length=64), (many,)"),
         "jnp.histogram": ("bincount", "f, arguments = lambda x: jnp.histogram(x, 64), (rows,)"),
+        "jax.lax.ragged_dot": (
+            "ragged_dot",
+            "f, arguments = square(jax.lax.ragged_dot), (half, spec((8, 1024, 512), jnp.bfloat16), spec((8,), jnp.int32))",
+        ),
         "jax.nn.softmax": (
             "softmax",
             "f, arguments = jax.grad(lambda x, v: jnp.square(jax.nn.softmax(x) @ v).sum()), (rows, spec((1024, 64)))",
@@ -146,6 +150,9 @@ ROWS = {
 CHILD = """
 import importlib.util, json, os, sys, traceback
 import jax, jax.numpy as jnp, jaxkern
+from jaxkern._accelerate import gate
+from jaxkern._core import compat
+compat.jaxlib = lambda: tuple(map(int, gate.JAXLIB.split(".")))  # what is taken does not depend on this process's
 spec = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
 shapes, imports = json.load(sys.stdin)
 exec(shapes)

@@ -334,6 +334,14 @@ def scan_primitive():
         return jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c, None), x, length=2)[0])(0.0).eqns[0].primitive
 
 
+@functools.cache
+def ragged_dot_primitive():
+    """The primitive of `jax.lax.ragged_dot`; None if this version of JAX has another one."""
+    types = [jax.ShapeDtypeStruct(s, "float32") for s in ((2, 2), (1, 2, 2))] + [jax.ShapeDtypeStruct((1,), "int32")]
+    equations = jax.make_jaxpr(jax.lax.ragged_dot)(*types).eqns
+    return next((e.primitive for e in equations if e.primitive.name == "ragged_dot_general"), None)
+
+
 def counts_of_scan(params) -> tuple:
     """How many constants and carries a scan has."""
     if "num_consts" in params:  # jax < 0.11

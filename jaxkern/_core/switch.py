@@ -42,6 +42,7 @@ TAKEN = {
     "`jnp.median` and `jnp.percentile`",
     "searchsorted": "`jnp.searchsorted` and `jnp.digitize`, in one array",
     "bincount": "scatter-adds of one number: `jnp.bincount`, `jnp.histogram`",
+    "ragged_dot": "`jax.lax.ragged_dot`, and the gradient of its rows",
     "while_loop": "while loops in which each lane stops on its own: under `jax.vmap`, or with `jnp.any` over lanes as condition",
 }
 OPERATIONS = tuple(TAKEN)
