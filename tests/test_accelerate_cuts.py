@@ -13,6 +13,7 @@ import jaxkern
 from jaxkern._core import registry
 
 forced = jaxkern.accelerate(only="rows", force=True)
+by_name = jaxkern.accelerate(only="softmax_cross_entropy", force=True)
 needs_kernels = pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
 BATCH, LENGTH, CLASSES = 3, 7, 24
 
@@ -111,18 +112,18 @@ def regions(f, *args, platform=PLATFORM):
     return [d for d in jaxkern.explain(f, platform)(*args) if d.operation == "rows"]
 
 
-def lifted(f, *args) -> bool:
-    """Whether all regions of f read whole arrays of logits."""
-    with forced:
-        found = regions(f, *args)
+def lifted(f, *args, operation="rows", switched=forced) -> bool:
+    """Whether all regions or losses of f read whole arrays of logits."""
+    with switched:
+        found = [d for d in jaxkern.explain(f, PLATFORM)(*args).taken if d.operation == operation]
     whole = (f"[{BATCH},{LENGTH},", f"[{BATCH * LENGTH},")
     return bool(found) and all(any(shape in d.shapes for shape in whole) for d in found)
 
 
-def equal(f, *args):
+def equal(f, *args, switched=forced):
     """Compares f under forced regions with plain JAX; NaN and infinities must be in the same places."""
     plain = jax.jit(f)(*args)
-    with forced:
+    with switched:
         own = jax.jit(f)(*args)
     narrow = any(x.dtype in (jnp.bfloat16, jnp.float16) for x in jax.tree.leaves(plain))
     close(plain, own, rtol=8e-3 if narrow else 2e-5)
@@ -309,3 +310,52 @@ def test_a_short_part_of_an_array_is_not_computed_whole(rows, whole):
             platform="cuda",
         )
     assert ("[64,1024,4096]" in found.shapes) == whole, found
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_losses_by_name(form):
+    f, dtype = jax.value_and_grad(functools.partial(form, of_optax)), DTYPES[FORMS.index(form) % 3]
+    args = logits_and_tokens(dtype)
+    equal(f, *args, switched=by_name)
+    assert lifted(f, *args, operation="softmax_cross_entropy", switched=by_name)
+
+
+@pytest.mark.parametrize("form", [shifted, reversed_shift, merged], ids=lambda f: f.__name__)
+def test_rows_that_a_loss_by_name_leaves_out_influence_nothing(form):
+    logits, tokens = logits_and_tokens()
+    at = 0 if form is reversed_shift else -1
+    f = jax.value_and_grad(functools.partial(form, of_optax))
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        given = logits.at[:, at].set(bad).at[0, at, 0].set(jnp.nan)
+        _, (value, gradient) = equal(f, given, tokens, switched=by_name)
+        assert jnp.isfinite(value) and np.all(np.isfinite(gradient)) and not np.any(gradient[:, at])
+    for label in (CLASSES, -1, -CLASSES - 1, 2**31 - 1, -(2**31)):
+        equal(f, logits, tokens.at[0, 3].set(label), switched=by_name)
+
+
+@pytest.mark.parametrize("name", ["value", "vmap", "jvp", "second derivative", "remat", "scan", "one sequence"])
+def test_transforms_of_losses_by_name(name, monkeypatch):
+    monkeypatch.setitem(globals(), "of_log_softmax", of_optax)
+    equal(TRANSFORMS[name], *logits_and_tokens(), switched=by_name)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", [shifted, reversed_shift, merged, weighed, converted_first], ids=lambda f: f.__name__)
+def test_a_loss_by_name_reads_the_whole_array(form):
+    f = lambda x, w, tokens: jax.value_and_grad(lambda x, w: form(of_optax, x @ w, tokens), (0, 1))(x, w)
+    spec = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
+    args = spec(8, 1024, 256), spec(256, 32000), spec(8, 1024, dtype="int32")
+    with jaxkern.accelerate():
+        (found,) = jaxkern.explain(f, platform="cuda")(*args)
+    assert found.taken and found.reason == "loss and gradient in one read", found
+    assert found.shapes in ("bf16[8,1024,32000]", "bf16[8192,32000]"), found
+
+
+@needs_kernels
+def test_a_loss_by_name_of_a_short_part():
+    f = jax.value_and_grad(lambda x, t: of_optax(x[:, :512], t).mean())
+    with jaxkern.accelerate(only="softmax_cross_entropy"):
+        (found,) = jaxkern.explain(f, platform="cuda")(
+            jax.ShapeDtypeStruct((8, 1024, 32000), "bfloat16"), jax.ShapeDtypeStruct((8, 512), "int32")
+        )
+    assert not found.taken and "slice" in found.reason, found

@@ -232,3 +232,21 @@ def test_rows_of_a_slice(reads):
         assert found.taken and all(",6,16]" in d.shapes for d in found.taken), found
         close(wanted, mapped(*args))
         close(wanted, jax.jit(jax.value_and_grad(loss))(*args))
+
+
+@several
+@pytest.mark.parametrize("split", [P(("r", "c")), P("r", None, "c")])
+def test_a_loss_by_name_of_a_slice(split):
+    grid, rng = mesh(), np.random.default_rng(0)
+    x, labels = (
+        jnp.asarray(rng.normal(size=(8, 6, 16)), jnp.float32),
+        jnp.asarray(rng.integers(0, 16, (8, 6)), jnp.int32),
+    )
+    x = x.at[:, -1].set(jnp.nan)
+    loss = lambda x, t: optax.softmax_cross_entropy_with_integer_labels(x[:, :-1], t[:, 1:]).mean()
+    wanted = jax.jit(jax.value_and_grad(loss))(x, labels)
+    args = put(grid, (x, labels), (split, P()))
+    with jaxkern.accelerate(only="softmax_cross_entropy", force=True):
+        found = jaxkern.explain(jax.value_and_grad(loss), PLATFORM)(*args)
+        assert found.taken and all(",6,16]" in d.shapes for d in found.taken), found
+        close(wanted, jax.jit(jax.value_and_grad(loss))(*args))

@@ -53,6 +53,53 @@ class Cut:
         return None
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The axis of a region's arrays that a cut shortens: it has repeats * size * inner elements. See `Cut.of_axis`."""
+
+    cut: Cut
+    repeats: int
+    inner: int
+
+    def longer(self, shape, axis):
+        n = self.repeats * self.cut.whole * self.inner
+        return tuple(n if k == axis else size for k, size in enumerate(shape))
+
+    def _parts(self, shape, axis, size):
+        """(shape, axis of it) in which the rows that the cut keeps are a span of an axis."""
+        if self.repeats * self.inner == 1:
+            return shape, axis
+        return (*shape[:axis], self.repeats, size, self.inner, *shape[axis + 1 :]), axis + 1
+
+    def extended(self, x, axis, fill=0):
+        """x with a number, 0 by default, along an axis, in the rows that the cut leaves out."""
+        cut, (shape, at) = self.cut, self._parts(x.shape, axis, self.cut.size)
+        config = [(0, 0, 0)] * len(shape)
+        config[at] = (cut.start, cut.whole - cut.start - cut.size, 0)
+        y = lax.pad(lax.reshape(x, shape), np.asarray(fill, x.dtype), config)
+        return lax.reshape(y, self.longer(x.shape, axis))
+
+    def shortened(self, y, axis):
+        """y without the rows that the cut leaves out."""
+        cut, (shape, at) = self.cut, self._parts(y.shape, axis, self.cut.whole)
+        kept = lax.slice_in_dim(lax.reshape(y, shape), cut.start, cut.start + cut.size, axis=at)
+        n = self.repeats * cut.size * self.inner
+        return lax.reshape(kept, (*y.shape[:axis], n, *y.shape[axis + 1 :]))
+
+    def masked(self, y, axis):
+        """y with zeros along an axis, in the rows that the cut leaves out."""
+        cut = self.cut
+        place = lax.broadcasted_iota(np.int32, [n if k == axis else 1 for k, n in enumerate(y.shape)], axis)
+        if self.inner > 1:
+            place = lax.div(place, np.int32(self.inner))
+        if self.repeats > 1:
+            place = lax.rem(place, np.int32(cut.whole))
+        first, last = lax.ge(place, np.int32(cut.start)), lax.lt(place, np.int32(cut.start + cut.size))
+        kept = last if not cut.start else first if cut.start + cut.size == cut.whole else lax.bitwise_and(first, last)
+        kept = lax.broadcast_in_dim(kept, y.shape, range(y.ndim))
+        return lax.select(kept, y, lax.broadcast(np.zeros((), y.dtype), y.shape))
+
+
 @dataclasses.dataclass
 class Lifted:
     """A region that is computed for all rows.
@@ -77,14 +124,14 @@ def cuts_of(region, operands, made) -> list:
     """The cuts by which arrays of rows that a region reads were made, with the axis of the region that each shortens."""
     found = {}
     for v in operands:
-        cut = _source(v, made)[0] if region.is_row(v) else None
+        cut = source(v, made)[0] if region.is_row(v) else None
         along = cut and cut.of_axis(region.shape, region.axis)
         if along:
             found[cut] = along
     return list(found.items())
 
 
-def _source(v, made):
+def source(v, made):
     """(cut, array, types): the slice that makes v, the array that it cuts, and the types that this is converted to, first to last.
 
     made: {value: the equation that makes it}. (None, v, []) if v is no slice.
@@ -159,39 +206,36 @@ class _Left(Exception):
 class _Lift:
     def __init__(self, region, equations, cut, along):
         self.region, self.cut = region, cut
-        self.axis, self.repeats, self.inner = along
+        self.axis, *sizes = along
+        self.rows = Rows(cut, *sizes)
         self.equations = equations
         self.like = region.reductions[0]
-        self.shape = self._longer(region.shape, self.axis)
+        self.shape = self.rows.longer(region.shape, self.axis)
         self.axes = _Axes(equations, region, self.axis)
         self.new: dict = {}  # {value: its longer one}
         self.made: list = []  # the equations of the lifted region
-
-    def _longer(self, shape, axis):
-        n = self.repeats * self.cut.whole * self.inner
-        return tuple(n if k == axis else size for k, size in enumerate(shape))
 
     def run(self, operands, made, reader) -> Lifted:
         before, own, extended = [], [], []
         for v in operands:
             axis = self.axes.of(v)
-            cut, x, types = _source(v, made) if self.region.is_row(v) else (None, v, [])
+            cut, x, types = source(v, made) if self.region.is_row(v) else (None, v, [])
             if axis is None:
                 own.append(v)
             elif cut == self.cut:
                 whole = x
                 if x.aval.shape != self.shape:
-                    (whole,) = _traced(before, self.like, lambda x: lax.reshape(x, self.shape), x)
+                    (whole,) = traced(before, self.like, lambda x: lax.reshape(x, self.shape), x)
                 own.append(whole)
                 for params in types:
-                    out = compat_rewriting.new_variable(_typed(whole.aval, self.shape, params["new_dtype"]))
+                    out = compat_rewriting.new_variable(typed(whole.aval, self.shape, params["new_dtype"]))
                     self.made.append(
                         compat_rewriting.new_equation(self.like, lax.convert_element_type_p, [whole], [out], params)
                     )
                     whole = out
                 self.new[v] = whole
             else:
-                (self.new[v],) = _traced(before, self.like, lambda x, axis=axis: self._extended(x, axis), v)
+                (self.new[v],) = traced(before, self.like, lambda x, axis=axis: self.rows.extended(x, axis), v)
                 own.append(self.new[v])
                 extended.append(self.new[v])
         for e in self.equations:
@@ -201,66 +245,30 @@ class _Lift:
             if self.axes.of(v) is None:
                 results.append(v)
                 continue
-            chain = self._padding(v, reader, made) if self.region.is_row(v) else None
+            chain = padding(v, self.cut, reader, made) if self.region.is_row(v) else None
             if chain is None:
                 results.append(self.new[v])
                 axis = self.axes.of(v)
-                _traced(after, self.like, lambda y, axis=axis: self._shortened(y, axis), self.new[v], into=v)
+                traced(after, self.like, lambda y, axis=axis: self.rows.shortened(y, axis), self.new[v], into=v)
                 continue
             last = chain[-1].outvars[0]
             gone.update(e.outvars[0] for e in chain)
             types = [e.params for e in chain if e.primitive.name == "convert_element_type"]
 
             def masked(y, types=types, last=last):
-                y = self._masked(y, self.axis)
+                y = self.rows.masked(y, self.axis)
                 for params in types:
                     y = lax.convert_element_type(y, params["new_dtype"])
                 return y.astype(last.aval.dtype)
 
             renamed = last.aval.shape != self.shape
-            (whole,) = _traced(self.made, self.like, masked, self.new[v], into=None if renamed else last)
+            (whole,) = traced(self.made, self.like, masked, self.new[v], into=None if renamed else last)
             results.append(whole)
             padded[whole] = last
             if renamed:
-                _traced(after, self.like, lambda y, last=last: lax.reshape(y, last.aval.shape), whole, into=last)
+                traced(after, self.like, lambda y, last=last: lax.reshape(y, last.aval.shape), whole, into=last)
         own = list(dict.fromkeys(own))
         return Lifted(self.made, own, results, self.shape, before, after, gone, padded, extended)
-
-    # ---- arrays
-
-    def _parts(self, shape, axis, size):
-        """(shape, axis of it) in which the rows that the cut keeps are a span of an axis."""
-        if self.repeats * self.inner == 1:
-            return shape, axis
-        return (*shape[:axis], self.repeats, size, self.inner, *shape[axis + 1 :]), axis + 1
-
-    def _extended(self, x, axis):
-        """x with zeros along an axis, in the rows that the cut leaves out."""
-        cut, (shape, at) = self.cut, self._parts(x.shape, axis, self.cut.size)
-        config = [(0, 0, 0)] * len(shape)
-        config[at] = (cut.start, cut.whole - cut.start - cut.size, 0)
-        y = lax.pad(lax.reshape(x, shape), np.zeros((), x.dtype), config)
-        return lax.reshape(y, self._longer(x.shape, axis))
-
-    def _shortened(self, y, axis):
-        """y without the rows that the cut leaves out."""
-        cut, (shape, at) = self.cut, self._parts(y.shape, axis, self.cut.whole)
-        kept = lax.slice_in_dim(lax.reshape(y, shape), cut.start, cut.start + cut.size, axis=at)
-        n = self.repeats * cut.size * self.inner
-        return lax.reshape(kept, (*y.shape[:axis], n, *y.shape[axis + 1 :]))
-
-    def _masked(self, y, axis):
-        """y with zeros along an axis, in the rows that the cut leaves out."""
-        cut = self.cut
-        place = lax.broadcasted_iota(np.int32, [n if k == axis else 1 for k, n in enumerate(y.shape)], axis)
-        if self.inner > 1:
-            place = lax.div(place, np.int32(self.inner))
-        if self.repeats > 1:
-            place = lax.rem(place, np.int32(cut.whole))
-        first, last = lax.ge(place, np.int32(cut.start)), lax.lt(place, np.int32(cut.start + cut.size))
-        kept = last if not cut.start else first if cut.start + cut.size == cut.whole else lax.bitwise_and(first, last)
-        kept = lax.broadcast_in_dim(kept, y.shape, range(y.ndim))
-        return lax.select(kept, y, lax.broadcast(np.zeros((), y.dtype), y.shape))
 
     # ---- equations
 
@@ -271,51 +279,59 @@ class _Lift:
         if name in REDUCING and (along := self.axes.of(e.invars[0])) in params["axes"]:
             if name != "reduce_sum":
                 raise _Left
-            operands = _traced(self.made, e, lambda y: self._masked(y, along), *operands)
+            operands = traced(self.made, e, lambda y: self.rows.masked(y, along), *operands)
         if axis is not None:
             if name in ("broadcast_in_dim", "iota"):
-                if name == "iota" and params["dimension"] == axis and (self.cut.start or self.repeats * self.inner > 1):
+                if (
+                    name == "iota"
+                    and params["dimension"] == axis
+                    and (self.cut.start or self.rows.repeats * self.rows.inner > 1)
+                ):
                     raise _Left
-                params = params | {"shape": self._longer(params["shape"], axis)}
+                params = params | {"shape": self.rows.longer(params["shape"], axis)}
             elif name == "reshape":
-                params = params | {"new_sizes": self._longer(params["new_sizes"], axis)}
+                params = params | {"new_sizes": self.rows.longer(params["new_sizes"], axis)}
             self.new[out] = compat_rewriting.new_variable(
-                _typed(out.aval, self._longer(out.aval.shape, axis), out.aval.dtype)
+                typed(out.aval, self.rows.longer(out.aval.shape, axis), out.aval.dtype)
             )
         if name == "gather" and (at := self.axes.of(e.invars[0])) is not None and params["slice_sizes"][at] > 1:
-            params = params | {"slice_sizes": self._longer(params["slice_sizes"], at)}
+            params = params | {"slice_sizes": self.rows.longer(params["slice_sizes"], at)}
         self.made.append(e.replace(invars=operands, outvars=[self.new.get(out, out)], params=params))
 
-    def _padding(self, v, reader, made):
-        """The equations that pad a result with zeros to the size of the whole array, and nothing else; None if there are none."""
-        chain, shape, pads = [], v.aval.shape, 0
-        while len(chain) < MOST_CHAINED:
-            e = reader(v)
-            if e is None or not compat_rewriting.runs_anywhere(e):
+
+def padding(v, cut, reader, made):
+    """The equations that pad a value with zeros to the size of the whole array, and nothing else; None if there are none.
+
+    reader, made: as for `lifted`.
+    """
+    chain, shape, pads = [], v.aval.shape, 0
+    while len(chain) < MOST_CHAINED:
+        e = reader(v)
+        if e is None or not compat_rewriting.runs_anywhere(e):
+            break
+        name, (out,) = e.primitive.name, e.outvars
+        if name == "pad" and not pads:
+            config, zero = e.params["padding_config"], e.invars[1]
+            at = [k for k, own in enumerate(config) if any(own)]
+            if len(at) != 1 or not _is_zero(zero, made) or config[at[0]][2]:
                 break
-            name, (out,) = e.primitive.name, e.outvars
-            if name == "pad" and not pads:
-                config, zero = e.params["padding_config"], e.invars[1]
-                at = [k for k, own in enumerate(config) if any(own)]
-                if len(at) != 1 or not _is_zero(zero, made) or config[at[0]][2]:
-                    break
-                (k,) = at
-                low, high, _ = config[k]
-                whole = int(shape[k] + low + high)
-                if low < 0 or high < 0:
-                    break
-                if _cut_along((*shape[:k], whole, *shape[k + 1 :]), k, int(low), shape[k]) != self.cut:
-                    break
-                pads = len(chain) + 1
-            elif name == "convert_element_type" and _is_wider(out, e.invars[0]):
-                pads += bool(pads)
-            elif name in RENAMING and size_of(out) == size_of(v) and _keeps_order(e):
-                pads += bool(pads)
-            else:
+            (k,) = at
+            low, high, _ = config[k]
+            whole = int(shape[k] + low + high)
+            if low < 0 or high < 0:
                 break
-            chain.append(e)
-            v, shape = out, out.aval.shape
-        return chain[:pads] if pads else None
+            if _cut_along((*shape[:k], whole, *shape[k + 1 :]), k, int(low), shape[k]) != cut:
+                break
+            pads = len(chain) + 1
+        elif name == "convert_element_type" and _is_wider(out, e.invars[0]):
+            pads += bool(pads)
+        elif name in RENAMING and size_of(out) == size_of(v) and _keeps_order(e):
+            pads += bool(pads)
+        else:
+            break
+        chain.append(e)
+        v, shape = out, out.aval.shape
+    return chain[:pads] if pads else None
 
 
 def _is_zero(v, made) -> bool:
@@ -429,13 +445,13 @@ def _indexed(e):
     return numbers.start_index_map if e.primitive.name == "gather" else numbers.scatter_dims_to_operand_dims
 
 
-def _typed(aval, shape, dtype):
+def typed(aval, shape, dtype):
     """The type of an array where one of the type `aval` is."""
     whole = NamedSharding(aval.sharding.mesh, PartitionSpec(*(None for _ in shape)))
     return aval.update(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False, sharding=whole)
 
 
-def _traced(equations, like, f, *operands, into=None) -> list:
+def traced(equations, like, f, *operands, into=None) -> list:
     """The results of f, a function in lax of these values; appends its equations, which have the line of `like`, to `equations`.
 
     into: the value that the result of f is.
@@ -448,7 +464,7 @@ def _traced(equations, like, f, *operands, into=None) -> list:
     (result,) = jaxpr.outvars
     for e in jaxpr.eqns:
         for v in e.outvars:
-            names[v] = compat_rewriting.new_variable(_typed(operands[0].aval, v.aval.shape, v.aval.dtype))
+            names[v] = compat_rewriting.new_variable(typed(operands[0].aval, v.aval.shape, v.aval.dtype))
         if into is not None and result in e.outvars:
             names[result] = into
         equations.append(

@@ -4,7 +4,7 @@ import functools
 
 from jax import lax
 
-from jaxkern._accelerate import invariant, memory, rows, selections
+from jaxkern._accelerate import invariant, losses, memory, rows, selections
 from jaxkern._core import compat, compat_rewriting, switch
 
 _hooked: list = []
@@ -14,7 +14,8 @@ def rewrite(module, jaxpr):
     """The jaxpr that JAX lowers in place of `jaxpr`. module: the context of the module that is being lowered."""
     if switch.current() is not None:
         memory.note(module, jaxpr)
-    return selections.rewrite(module, invariant.rewrite(module, rows.rewrite(module, jaxpr)))
+    jaxpr = losses.rewrite(module, rows.rewrite(module, jaxpr))
+    return selections.rewrite(module, invariant.rewrite(module, jaxpr))
 
 
 def register() -> None:
