@@ -222,25 +222,23 @@ struct OwnedRows {
       Packs packs;
       Edges edges;
       Numbers n;
-      const auto begin = [&] {
+      if constexpr (Engine::AnyGuarded())
         n = Engine::Begin(a, row, typename Engine::NumberIndex(), std::make_index_sequence<F::kIndices>());
-      };
-      const auto load = [&](int i, int column) {
-        Engine::template Load<N>(a, n, at, column, packs.x[i], policy, RowIndex());
-      };
-      if constexpr (Engine::AnyGuarded()) begin();
       Engine::template EachEdge<kEdge, kGroup>(a, body, lane, [&](int k, int column) {
         Engine::template Load<1>(a, n, at, column, edges.x[k], policy, RowIndex());
       });
       if constexpr (!kStreams) {
-        EachHeld(body, lane, [&](int i, int column, bool) { load(i, column); });
+        EachHeld(body, lane, [&](int i, int column, bool) {
+          Engine::template Load<N>(a, n, at, column, packs.x[i], policy, RowIndex());
+        });
         if constexpr (kStays && kLanes < 0) {
           const int64_t next = first + walk.step;
           if (next < a.rows) Prefetch(a, a.template Row<kRuns>(next), lane, policy, RowIndex());
         }
       }
       if (turn == 0) cluster.Ready();
-      if constexpr (!Engine::AnyGuarded()) begin();
+      if constexpr (!Engine::AnyGuarded())
+        n = Engine::Begin(a, row, typename Engine::NumberIndex(), std::make_index_sequence<F::kIndices>());
       typename Engine::Picked picked;
       if constexpr (!kSearches) {
         Engine::EachPick(a, n, [&](int k, int column) {
@@ -250,7 +248,11 @@ struct OwnedRows {
       RunStages<0>(a, at, lane, body, n, packs, edges, picked, policy, turn, cluster);
       if constexpr (kResults + kColumnSums > 0) {
         for (int tile = body.first; tile < (kStreams ? body.TilesEnd() : body.first + 1); tile += kTile) {
-          if constexpr (kStreams) EachPack(body, lane, tile, load);
+          if constexpr (kStreams) {
+            EachPack(body, lane, tile, [&](int i, int column) {
+              Engine::template Load<N>(a, n, at, column, packs.x[i], policy, RowIndex());
+            });
+          }
           EachPack(body, lane, tile, [&](int i, int column) {
             if constexpr (F::kStages > 0 && Engine::template kForgets<N, kPacks>)
               Engine::ForgetAll(packs.x[i], RowIndex());
