@@ -175,6 +175,22 @@ def test_what_the_backward_pass_reads():
 
 
 @needs_kernels
+def test_the_mask_of_a_relu_is_not_stored():
+    """The backward region reads the operand of the norm in any case: it computes the mask again from there."""
+    f = lambda x, s, w: jnp.square(jax.nn.relu(rms_norm(x @ w, s)) @ w).sum()
+    args = spec(65536, 1024), spec(1024), spec(1024, 1024)
+    with jaxkern.accelerate(only="rows"):
+        found = regions(jax.grad(f, (0, 1, 2)), *args, platform="cuda")
+    assert found[-1].taken and found[-1].bytes == pytest.approx(3 * 65536 * 1024 * 4, rel=0.01)
+    assert not any("bool" in d.shapes for d in found), shapes(found)
+    rng = np.random.default_rng(0)
+    small = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((96, 64), (64,), (64, 64))]
+    plain = jax.jit(jax.grad(f, (0, 1, 2)))(*small)
+    with forced:
+        close(plain, jax.jit(jax.grad(lambda *args: f(*args), (0, 1, 2)))(*small))
+
+
+@needs_kernels
 def test_estimates():
     """`explain` shows what the model says of each region, taken or left."""
     f, args = lambda x, s: residual(x, s), (spec(4096, 1024), spec(1024))

@@ -130,6 +130,23 @@ def test_no_more_bytes_copies_or_memory_than_plain(name):
     assert own.copied <= plain.copied, own.copies
 
 
+def hidden_layers(x, w, v, norm):
+    """Layers of a network with norms and relus, whose masks the gradient reads."""
+    y = jax.nn.relu(rms_norm(x @ w, norm))
+    return jnp.square(jax.nn.relu(rms_norm(y @ v, norm))).mean()
+
+
+@needs_xla
+@needs_kernels
+@pytest.mark.optimized
+def test_masks_of_relus_are_not_stored():
+    args = spec(1 << 15, 1024), spec(1024, 1024), spec(1024, 1024), spec(1024)
+    found = compiled.compare(jax.grad(hidden_layers, (1, 2, 3)), *args)
+    plain, own = found["plain"], found["accelerated"]
+    assert any("jaxkern" in s.op for s in own.steps)
+    assert own.temporary <= LARGER * plain.temporary and own.moved <= plain.moved, (own.temporary, plain.temporary)
+
+
 def oscillators(state, damping):
     x, v = jax.lax.fori_loop(0, 1000, lambda _, s: (s[0] + 0.01 * s[1], s[1] - 0.01 * (damping * s[1] + s[0])), state)
     return (x, v), jnp.square(x).mean()

@@ -24,7 +24,8 @@ class Copies:
     """Decides which values a reader computes again from others.
 
     A value is read from memory, or computed again from values that are, whichever moves fewer bytes: reading an array that is
-    in memory anyway moves it once, one that is stored for the reader twice.
+    in memory anyway moves it once, one that is stored for the reader twice. An array that would be stored for the reader, such as
+    the mask of a relu, is computed again at no cost from arrays that the reader reads in any case.
     """
 
     def __init__(self, equations, results, regions):
@@ -43,19 +44,22 @@ class Copies:
             ]
             self.compared.update(floats if len(floats) > 1 else ())
 
-    def again(self, v, region=None):
-        """(what is read for v, the equations that compute v from it). region: the reader, or None for another equation."""
+    def again(self, v, region=None, read=frozenset()):
+        """(what is read for v, the equations that compute v from it).
+
+        region: the reader, or None for another equation. read: arrays that it reads in any case.
+        """
         memo: dict = {}
 
         def of(x, depth):
             if x not in memo:
-                memo[x] = self._best(x, region, of, depth)
+                memo[x] = self._best(x, region, of, depth, read)
             return memo[x]
 
         leaves, copied = of(v, 0)
         return leaves, [self.place[x][1] for x in sorted(copied, key=lambda x: self.place[x][0])]
 
-    def _best(self, x, region, of, depth):
+    def _best(self, x, region, of, depth, read):
         """(leaves, copied): leaves as a set of values, copied as a set of results of equations."""
         stays = frozenset([x]), frozenset()
         if x not in self.place or depth > MOST_COPIED or (region is not None and x in region.made):
@@ -66,16 +70,17 @@ class Copies:
         parts = [of(v, depth + 1) for v in variables(e)]
         leaves = frozenset().union(*(p[0] for p in parts))
         copied = frozenset([x]).union(*(p[1] for p in parts))
-        fits = len(copied) <= MOST_COPIED and sum(map(self._moved, leaves)) < self._moved(x)
+        new = leaves if self._exists(x) else leaves - read
+        fits = len(copied) <= MOST_COPIED and sum(map(self._moved, new)) < self._moved(x)
         return (leaves, copied) if fits else stays
 
+    def _exists(self, x) -> bool:
+        """Whether an array is in memory whatever reads it."""
+        known = x in self.stored or x not in self.place
+        return known or (x not in self.owner and self.place[x][1].primitive.name not in FUSED)
+
     def _moved(self, x) -> int:
-        exists = (
-            x in self.stored
-            or x not in self.place
-            or (x not in self.owner and self.place[x][1].primitive.name not in FUSED)
-        )
-        return bytes_of(x) * (1 if exists else 2)
+        return bytes_of(x) * (1 if self._exists(x) else 2)
 
     def _is_copied(self, x, e, region) -> bool:
         name, owner = e.primitive.name, self.owner.get(x)
@@ -100,9 +105,11 @@ class Copies:
         """Adds the equations that the region computes again."""
         have = {id(e) for e in region.equations}
         reads = dict.fromkeys(v for e in region.equations for v in variables(e) if v not in region.made)
+        read = {v for v in reads if self._exists(v)}
         for v in sorted(reads, key=bytes_of, reverse=True):
-            leaves, copied = self.again(v, region)
+            leaves, copied = self.again(v, region, read)
             self.stored.update(leaves)
+            read |= leaves
             for e in copied:
                 if id(e) not in have:
                     have.add(id(e))
