@@ -35,7 +35,8 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
     exact: names that are split only into equal parts, because `shard` depends on where a part begins. Other dimensions
         may be padded at the end with arbitrary values.
     summed: names that no result has; `shard` must reduce over them.
-    whole: names that are never split. Arrays that are split there are gathered.
+    whole: names that are never split. If arrays are split there, another dimension that all of them have is split in its place,
+        if one divides evenly; otherwise they are gathered.
     """
     several, count = prim.multiple_results, len(ctx.avals_in)
     shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
@@ -53,7 +54,8 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
         arrays = [*parts, *(results if several else [results])]
         mesh = _refined(mesh, arrays)
         splits = [_axes_of(a.sharding, mesh, len(names)) for a, names in zip(arrays, alone)]
-        over = _agreed(alone, splits, [*range(count, len(arrays)), *range(count)], size, exact, whole, mesh.shape)
+        order = [*range(count, len(arrays)), *range(count)]
+        over = _agreed(alone, splits, order, size, exact, summed, whole, mesh.shape)
         shardings = [NamedSharding(mesh, P(*(over[name] or None for name in names))) for names in alone]
         local = outside_meshes(functools.partial(shard, over, **params))
         return mesh, local, shardings[count:] if several else shardings[count], tuple(shardings[:count])
@@ -128,21 +130,39 @@ def _axes_of(sharding, mesh, rank):
     return splits
 
 
-def _agreed(dims, splits, order, size, exact, whole, mesh_shape):
+def _agreed(dims, splits, order, size, exact, summed, whole, mesh_shape):
     """The split of each name: the split of the first array, in this order, that has one.
 
     One mesh axis must not split two dimensions of an array. It may split two names that never occur in the same array.
     """
-    over = {}
+    over, lost = {}, {}
+    parts = lambda axes: math.prod(mesh_shape[a] for a in axes)
+    taken = lambda name: {a for names in dims if name in names for other in names for a in over.get(other, ())}
     for k in order:
         for name, axes in zip(dims[k], splits[k]):
             if over.get(name):
                 continue
-            beside = {other for names in dims if name in names for other in names} - {name}
-            taken = {a for other in beside for a in over.get(other, ())}
-            axes = () if name in whole else tuple(a for a in axes if a not in taken)
-            uneven = size[name] % math.prod(mesh_shape[a] for a in axes)
-            over[name] = () if uneven and name in exact else axes
+            used = taken(name)
+            axes = tuple(a for a in axes if a not in used)
+            if name in whole or size[name] % parts(axes) and name in exact:
+                lost.setdefault(name, axes)
+                axes = ()
+            over[name] = axes
+    for name, axes in lost.items():
+        if over[name]:
+            continue
+        having = [names for names in dims if name in names]
+        others = [n for n in having[0] if all(n in names for names in having)]
+        moves = []
+        for other in others:
+            if other == name or other in whole or other in exact or other in summed:
+                continue
+            used = taken(other)
+            free = tuple(a for a in axes if a not in used)
+            moves += [(k, other, (*over[other], *free[:k])) for k in range(1, len(free) + 1)]
+        moves = [move for move in moves if size[move[1]] % parts(move[2]) == 0]
+        if moves:
+            _, other, over[other] = max(moves, key=lambda move: move[0])
     return over
 
 

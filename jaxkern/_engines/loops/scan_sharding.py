@@ -2,9 +2,9 @@
 
 Where lanes are split, every device runs the loop of its own lanes and sends nothing, except sums over lanes. Where the steps are
 split and the body is affine in its carries (affine.py), every device composes the maps of its own steps, all devices gather these
-maps, and each runs its steps from the carries before them: a map for each lane is all that is sent. Steps of other bodies are
-gathered. The part of a device is JAX's scan under vmap, from the scalar functions of the kernel. On CUDA its lowering rule makes
-a kernel of it. Bodies that reduce along rows are in row_sharding.py.
+maps, and each runs its steps from the carries before them: a map for each lane is all that is sent. For other bodies, lanes are split in
+place of the steps, or the steps are gathered. The part of a device is JAX's scan under vmap, from the scalar functions of the kernel.
+On CUDA its lowering rule makes a kernel of it. Bodies that reduce along rows are in row_sharding.py.
 """
 
 import contextlib

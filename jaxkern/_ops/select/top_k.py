@@ -256,6 +256,11 @@ def _exchanged(values, indices, axes):
     return lax.bitcast_convert_type(values, dtype) if floats else values, indices.astype(jnp.int32)
 
 
+def _whole(operands, params) -> set:
+    """If candidates were all elements, other dimensions are split in place of the columns."""
+    return {"columns"} if 2 * params["k"] >= operands.x.shape[-1] else set()
+
+
 def _results(operands, params) -> list[str]:
     del operands
     function = params.get("function")
@@ -264,7 +269,7 @@ def _results(operands, params) -> list[str]:
 
 top_k_p = primitive(
     "jaxkern_top_k",
-    Signature({"x": "any *batch columns"}, _results, layout=FLAT, exact={"columns"}),
+    Signature({"x": "any *batch columns"}, _results, layout=FLAT, exact={"columns"}, whole=_whole),
     reference,
     shard=_shard,
     makes_nan=False,
