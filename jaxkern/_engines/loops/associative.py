@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from jaxkern._core import algorithms, compat, decisions, memo, partition, stablehlo, switch
+from jaxkern._core import algorithms, compat, decisions, memo, partition, stablehlo, switch, validate
 from jaxkern._core.define import primitive
 from jaxkern._core.functor import Function, of_scalars, trace
 from jaxkern._core.jaxprs import computing
@@ -198,7 +198,7 @@ def _in_turn(join, states, axis, reverse):
 
 
 def _moved(x, first, axis, reverse):
-    """x one step later, with a number before it."""
+    """x one step later, with `first` before it: a number, or an array of one step."""
     n = x.shape[axis]
     begin = jnp.full_like(lax.slice_in_dim(x, 0, min(1, n), axis=axis), first)
     rest = lax.slice_in_dim(x, 1, n, axis=axis) if reverse else lax.slice_in_dim(x, 0, max(n - 1, 0), axis=axis)
@@ -302,11 +302,44 @@ def _abstract_of_repeated(*xs, spec, axis, reverse, dims):
 
 
 def _partition(prim, ctx, operands, params):
-    """Devices compute the parts of the other dimensions; the dimension of the scan is gathered."""
+    """Devices compute the parts of the other dimensions. If the steps are split, they exchange the states of their parts."""
     names = [f"d{k}" for k in range(len(ctx.avals_in[0].shape))]
     dims = [names] * (len(ctx.avals_in) + len(ctx.avals_out))
-    shard = lambda over, *parts, **params: bind(prim, *parts, **params)
-    return partition.lower(ctx, prim, operands, params, dims, shard, whole=(names[params["axis"]],))
+    steps = names[params["axis"]]
+
+    def shard(over, *parts, **params):
+        if over[steps]:
+            return _behind_others(*parts, over=over[steps], **params)
+        return bind(prim, *parts, **params)
+
+    return partition.lower(ctx, prim, operands, params, dims, shard, exact={steps})
+
+
+@switch.own_code
+def _behind_others(*xs, over, spec, axis, reverse):
+    """The scan of the steps of one device, behind the steps of the devices before it. over: the axes of the mesh that split them."""
+    states = bind(associative_p, *xs, spec=_of_states(spec), axis=axis, reverse=reverse)
+    last = [lax.slice_in_dim(s, *((0, 1) if reverse else (s.shape[axis] - 1, None)), axis=axis) for s in states]
+    at, end = lax.axis_index(over), lax.axis_size(over) - 1
+    is_first, neighbour = (at == end, jnp.minimum(at + 1, end)) if reverse else (at == 0, jnp.maximum(at - 1, 0))
+    join = lambda a, b: spec.combine.unrounded(*a, *b)
+    wholes = lax.associative_scan(join, _gathered(last, over), reverse=reverse)
+    before = [lax.dynamic_index_in_dim(s, neighbour, keepdims=False) for s in wholes]
+    joined = join([jnp.broadcast_to(b, s.shape) for b, s in zip(before, states)], states)
+    states = [jnp.where(is_first, s, j) for s, j in zip(states, joined)]
+    if spec.first is not None:
+        edges = [jnp.where(is_first, jnp.full_like(b, c), b) for b, c in zip(before, spec.first)]
+        states = [_moved(s, edge, axis, reverse) for s, edge in zip(states, edges)]
+    return [y.astype(d) for y, d in zip(spec.finish.unrounded(*states, *xs), spec.finish.out_dtypes)]
+
+
+def _gathered(states, over) -> list:
+    """The members of the states of all devices, with a first dimension for the devices. One message for each dtype."""
+    found = {}
+    for dtype in dict.fromkeys(s.dtype for s in states):
+        own = [k for k, s in enumerate(states) if s.dtype == dtype]
+        found |= dict(zip(own, partition.gathered([states[k] for k in own], over)))
+    return [found[k] for k in range(len(states))]
 
 
 # ---- derivatives
@@ -345,9 +378,11 @@ def _jvp(primals, tangents, *, spec, axis, reverse):
     if sums is not None:
         given = [ad.instantiate_zeros(t) for t in tangents]
         return ys, bind(associative_p, *given, spec=sums, axis=axis, reverse=reverse)
-    found = _tangents(primals, [tangents[k] for k in active], active, spec, axis, reverse)
+    # JAX does not cut a step from a dimension that an explicit mesh splits.
+    given = [[validate.whole(x, axis) for x in xs] for xs in (primals, [tangents[k] for k in active])]
+    found = _tangents(*given, active, spec, axis, reverse)
     for k, dy in zip(spec.finish.inexact_results, found):
-        dys[k] = dy
+        dys[k] = validate.split_like(dy, jax.typeof(ys[k]))
     return ys, dys
 
 
