@@ -24,6 +24,7 @@ from jaxkern._accelerate import chains, gate, memory, registration
 from jaxkern._accelerate import layout as layouts
 from jaxkern._accelerate.program import Program, root
 from jaxkern._core import compat, compat_lowering, decisions, environment, partition, stablehlo, switch
+from jaxkern._core.primitive import bind
 from jaxkern._ops.indexing import primitive, reference, sharding
 from jaxkern._ops.indexing.reference import Rules
 
@@ -60,7 +61,8 @@ def _rows(operand, indices, updates, *, layout, **params):
     return x, index, layouts.canonical_updates(layout, updates), _rules(layout, params)
 
 
-def _scatter_rows(operand, indices, updates, *, name, layout, onto_identity, **params):
+def _scatter_rows(operand, indices, updates, *, name, layout, onto_identity, copies=None, **params):
+    del copies
     x, index, source, rules = _rows(operand, indices, updates, layout=layout, **params)
     if name == "scatter_add" and not onto_identity:
         y = primitive.index_add(x, index, source, rules=rules)
@@ -96,30 +98,30 @@ def _dims(layout, operand, indices, updates):
     return [of_operand, of_indices, of_updates, of_operand], whole
 
 
-def _shard(rows, over, operand, indices, updates, *, name, layout, onto_identity, **params):
-    """A device's part. rows: the number of rows of the whole operand."""
+def _shard(rows, over, operand, indices, updates, *, name, layout, onto_identity, copies, **params):
+    """A device's part. rows: the number of rows of the whole operand. copies: whether the operand is still needed."""
     x, index, source, rules = _rows(operand, indices, updates, layout=layout, **params)
     across = over.get("rows", ())
     along = tuple(a for i in layout.index_count for a in over[f"i{i}"])
     over = {"rows": across, "count": along, "batch": tuple(a for d in layout.batch for a in over[f"d{d}"])}
-    if name == "scatter_add" and along:
-        y = _sum_of_parts(across, along, source, index, rows, rules)
-        y = y if onto_identity else reference.added(x, y)
-    elif name == "scatter_add" and not onto_identity:
-        y = sharding.add(primitive.segment_sum_p, primitive.index_add_p, over, x, index, source, rules=rules)
+    if name == "scatter_add":
+        y = _sum_of_part(over, x, source, index, rows, rules, onto_identity, copies)
     else:
         y = sharding.segments(ACROSS[name], SEGMENT[name], over, source, index, rows=rows, rules=rules)
         y = y if onto_identity else JOIN[name](x, y)
     return layouts.original(layout, y, operand.shape)
 
 
-def _sum_of_parts(across, along, source, index, rows, rules):
-    """A segment sum of indices that are split: one message, in the type of the sums, as XLA sends."""
-    shared = tuple(a for a in across if a in along)
-    if across:
-        index, rows, rules = sharding.local_indices(index, rows, across, shared, rules)
-    y = primitive.segment_sum_p.bind(source, index, rows=rows, rules=rules)
-    return sharding.summed(y, along, shared, rules.axis)
+def _sum_of_part(over, x, source, index, rows, rules, onto_identity, copies):
+    """One message at most if indices are split, in the type of the sums, as XLA sends."""
+    part = sharding.of_part(over, source, index, rows, rules, source.dtype)
+    if not part.along and not onto_identity:
+        rules = part.rules._replace(copies=copies)
+        return bind(primitive.index_add_p, x, part.index, part.source, None, rules=rules)
+    y = primitive.segment_sum_p.bind(part.source, part.index, rows=part.rows, rules=part.rules)
+    if part.along:
+        y = sharding.summed(y, part.along, part.shared, rules.axis)
+    return y if onto_identity else reference.added(x, y)
 
 
 def _partitioned(ctx, operands, params):
@@ -186,7 +188,7 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
         return _emit_chain(ctx, operand, indices, chain, own)
     own |= dict(name=name, is_sorted=bool(params["indices_are_sorted"]), is_unique=bool(params["unique_indices"]))
     if compat.partitioned_devices(ctx) > 1:
-        return _partitioned(ctx, values, own)
+        return _partitioned(ctx, values, own | dict(copies=stablehlo.is_kept(operand)))
     body = functools.partial(_scatter_rows, **own)
     return switch.own_code(mlir.lower_fun(body, multiple_results=False))(ctx, *values)
 

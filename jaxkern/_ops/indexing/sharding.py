@@ -4,7 +4,8 @@
     batch, inner       nothing                                        nothing
     rows               nothing: a device drops the others' indices    a sum of the selected rows
     count (indices)    a sum of the rows                              nothing
-    both, by one axis  a reduce-scatter of the rows                   indices are gathered, then a reduce-scatter
+    both, by one axis  a reduce-scatter of the rows, or source and    indices are gathered, then a reduce-scatter
+                       indices are gathered if they are smaller
 
 Sums and products of floating-point numbers are sent in float32 or wider, and rounded once. A product gathers the parts.
 """
@@ -124,18 +125,49 @@ def select(prim, over, x, index, keys, order, *, rules):
 # ---- segments
 
 
+class Part(typing.NamedTuple):
+    """What a device reduces: `source` at `index`, for so many rows; results are then joined along the axes `along` of the mesh, of
+    which `shared` split the rows, too."""
+
+    source: typing.Any
+    index: typing.Any
+    rows: int
+    rules: typing.Any
+    along: tuple
+    shared: tuple
+
+
+def of_part(over, source, index, rows, rules, dtype) -> Part:
+    """rows: of the whole array. dtype: of the results that devices join."""
+    across, along = over["rows"], over["count"]
+    shared = tuple(a for a in across if a in along)
+    if shared and _are_smaller(source, index, rows, across, shared, rules, dtype):
+        by = tuple(a for a in along if a in shared)
+        source = lax.all_gather(source, by, axis=rules.axis, tiled=True)
+        index = lax.all_gather(index, by, axis=index.ndim - 1, tiled=True)
+        along, shared = tuple(a for a in along if a not in shared), ()
+    if across:
+        index, rows, rules = local_indices(index, rows, across, shared, rules)
+    return Part(source, index, rows, rules, along, shared)
+
+
+def _are_smaller(source, index, rows, across, shared, rules, dtype):
+    """Whether the updates of all devices along `shared` are smaller than the rows that these devices would join."""
+    devices = lax.axis_size(shared)
+    kept = rows * devices // lax.axis_size(across)
+    updates = source.size * source.dtype.itemsize + index.size * index.dtype.itemsize
+    return updates * devices < source.size // source.shape[rules.axis] * kept * jnp.dtype(dtype).itemsize
+
+
 def segments(join, prim, over, source, index, keys=None, order=None, *, rows, rules):
     if keeps_order(over):
         return bind(prim, source, index, keys, order, rows=rows, rules=rules)
-    across, along = over["rows"], over["count"]
-    shared = tuple(a for a in across if a in along)
-    whole = rows
-    if across:
-        index, rows, rules = local_indices(index, whole, across, shared, rules)
-    if not along:
-        return bind(prim, source, index, rows=rows, rules=rules)
-    y = bind(prim, source.astype(computing(source.dtype)) if join.wide else source, index, rows=rows, rules=rules)
-    return join.across(y, along, shared, rules.axis).astype(source.dtype)
+    wide = computing(source.dtype) if join.wide else source.dtype
+    part = of_part(over, source, index, rows, rules, wide)
+    if not part.along:
+        return bind(prim, part.source, part.index, rows=part.rows, rules=part.rules)
+    y = bind(prim, part.source.astype(wide), part.index, rows=part.rows, rules=part.rules)
+    return join.across(y, part.along, part.shared, rules.axis).astype(source.dtype)
 
 
 # ---- index_add
@@ -146,17 +178,16 @@ def add(segment_sum_p, prim, over, x, index, source, alpha=None, keys=None, orde
         rules = rules._replace(copies=False)  # the program of a part does not show what the whole array is used for
     if keeps_order(over):
         return bind(prim, x, index, source, alpha, keys, order, rules=rules)
-    across, along, axis = over["rows"], over["count"], rules.axis
-    if along:
-        rows = x.shape[axis] * (lax.psum(1, across) if across else 1)
-        wide = computing(x.dtype)
-        total = segments(SUM, segment_sum_p, over, source.astype(wide), index, rows=rows, rules=rules)
-        y = added(x.astype(wide), total)
-        if alpha is not None:
-            # 0 * inf is NaN, but a row without updates must not change. To know these rows would take another message; so
-            # rows whose sum is 0 are left as they are.
-            y = jnp.where(jnp.isfinite(alpha) | (total != 0), x.astype(wide) + alpha * total, x.astype(wide))
-        return y.astype(x.dtype)
-    if across:
-        index, _, rules = local_indices(index, x.shape[axis] * lax.psum(1, across), across, (), rules)
-    return bind(prim, x, index, source, alpha, rules=rules)
+    whole = x.shape[rules.axis] * (lax.axis_size(over["rows"]) if over["rows"] else 1)
+    wide = computing(x.dtype)
+    part = of_part(over, source, index, whole, rules, wide)
+    if not part.along:
+        return bind(prim, x, part.index, part.source, alpha, rules=part.rules)
+    total = bind(segment_sum_p, part.source.astype(wide), part.index, rows=part.rows, rules=part.rules)
+    total = summed(total, part.along, part.shared, rules.axis)
+    y = added(x.astype(wide), total)
+    if alpha is not None:
+        # 0 * inf is NaN, but a row without updates must not change. To know these rows would take another message; so
+        # rows whose sum is 0 are left as they are.
+        y = jnp.where(jnp.isfinite(alpha) | (total != 0), x.astype(wide) + alpha * total, x.astype(wide))
+    return y.astype(x.dtype)
