@@ -158,8 +158,10 @@ def _mean_of_parts(prim, x, *mask, over, axis, dtype, algorithm):
     wide = computing(dtype)
     total = bind(reduce_sum_p, x, *mask, axis=axis, dtype=wide, algorithm=algorithm)
     n = count(x.shape, mask, axis, wide)
-    n = jnp.broadcast_to(jnp.squeeze(n, axis) if mask else n, total.shape)
-    total, n = lax.psum(jnp.stack([total, n]), over)
+    if mask:
+        total, n = lax.psum(jnp.stack([total, jnp.broadcast_to(jnp.squeeze(n, axis), total.shape)]), over)
+    else:  # parts are equal
+        total, n = lax.psum(total, over), n * lax.axis_size(over)
     return (total / n).astype(dtype)
 
 
