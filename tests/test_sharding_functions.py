@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from sharding import mesh, messages, same, several
 
 import jaxkern
+from jaxkern._core import compat
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -82,3 +83,11 @@ def test_in_shard_map():
     total = lambda f: jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), (0, 1, 2, 3))(jnp.float32(0.5), x, y, b)
     plain = lambda s, x, y, b: gate(x, y, b) * s
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), total(split), total(plain))
+
+
+@several
+def test_accelerate_is_entered_on_an_explicit_mesh():
+    """Its rules may be registered there first."""
+    compat.ragged_dot_primitive.cache_clear()
+    with jax.set_mesh(mesh("Explicit")), jaxkern.accelerate():
+        assert compat.ragged_dot_primitive() is not None

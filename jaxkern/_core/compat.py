@@ -338,7 +338,9 @@ def scan_primitive():
 def ragged_dot_primitive():
     """The primitive of `jax.lax.ragged_dot`; None if this version of JAX has another one."""
     types = [jax.ShapeDtypeStruct(s, "float32") for s in ((2, 2), (1, 2, 2))] + [jax.ShapeDtypeStruct((1,), "int32")]
-    equations = jax.make_jaxpr(jax.lax.ragged_dot)(*types).eqns
+    # On a mesh with explicit axes, JAX asks for the sharding of the result.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        equations = jax.make_jaxpr(jax.lax.ragged_dot)(*types).eqns
     return next((e.primitive for e in equations if e.primitive.name == "ragged_dot_general"), None)
 
 
