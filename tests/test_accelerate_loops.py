@@ -198,24 +198,38 @@ def test_steps_along_another_axis():
 
 @needs_kernels
 def test_last_carries_take_the_memory_of_donated_arguments():
-    """XLA would copy them there, if the kernel wrote them elsewhere. Arguments that are not donated, or read twice, stay."""
+    """XLA would copy them there, if the kernel wrote them elsewhere. Otherwise it would copy the argument, or the result, as well."""
     counted = lambda x, y: lax.fori_loop(0, 100, lambda _, c: (c[0] + 0.1 * c[1], c[1] - 0.1 * jnp.sin(c[0])), (x, y))
     stops = lambda c: lax.while_loop(lambda c: c[0] < 1, lambda c: (1.1 * c[0] + 0.01, c[1] + 1), c)
     until = lambda x, y: jax.vmap(lambda x, y: stops((x, y)))(x, y)
     twice = lambda x, y: lax.scan(lambda c, _: (c * x + y, None), x, None, length=100)[0]
     marked = lambda x, y: jaxkern.scan(lambda c, _: (c * 0.5 + y, None), x, None, length=100)[0]
+    loop = lambda x, y: lax.fori_loop(0, 100, lambda _, c: 0.5 * c + jnp.sin(y), x)
+    rows = lambda x: x.reshape(1 << 9, 1 << 9)
+    drawn = lambda c, y: (jax.random.fold_in(c[0], 1), c[1] + y * jax.random.uniform(c[0], c[1].shape))
+    with_key = lambda x, y: lax.fori_loop(0, 9, lambda _, c: drawn(c, y), (jax.random.key(0), x))[1]
     for f, donated, aliases in (
         (counted, (0, 1), [0, 1]),
-        (counted, (1,), [1]),
+        (counted, (1,), []),  # the first result has the memory of the second argument
         (counted, (), []),
         (until, (0, 1), [0, 1]),
         (twice, (0,), []),
         (marked, (0,), [0]),
+        (lambda x, y: loop(rows(x), rows(y)).reshape(-1), (0,), [0]),
+        (lambda x, y: (lambda z: (0.5 * z, jnp.square(z).sum()))(loop(x, y)), (0,), [0]),
+        (with_key, (0,), [0]),
+        (lambda x, y: (lambda z: z + z[::-1])(loop(x, y)), (0,), []),
+        (lambda x, y: (lambda z: z[0] + z[1])(counted(x, y)), (0,), [0]),
+        (lambda x, y: counted(x, y)[::-1], (0, 1), []),  # each would have the other's memory
+        (lambda x, y: x - 0.1 * loop(x, y), (0,), []),
+        (lambda x, y: (loop(x, y), x.sum()), (0,), []),
+        (lambda x, y: (x.sum(), loop(x, y)), (0,), []),
+        (lambda x, y: rows(loop(x, y)) @ rows(y), (0,), []),
     ):
         with jaxkern.accelerate():
             step = jax.jit(lambda *a, f=f: f(*a), donate_argnums=donated).trace(spec(1 << 18), spec(1 << 18))
             text = step.lower(lowering_platforms=("cuda",)).as_text()
-        assert len(launch.programs(text)) == 1
+        assert len(launch.programs(text)) == 1 + (f is with_key)
         found = re.findall(r"output_operand_alias<.*?operand_index = (\d+)", text)
         assert len(found) == len(aliases), (f, donated, found)
 

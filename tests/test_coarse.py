@@ -122,6 +122,8 @@ def test_what_is_exact(library):
         np.testing.assert_array_equal(computed(library, name, [0.0, -0.0, 1e-30]), np.float32(wanted), name)
     for name in ("Sin", "Tanh", "Log1p"):
         np.testing.assert_array_equal(computed(library, name, [0, 1e-30]), np.float32([0, 1e-30]), name)
+    for name in ("Sin", "Tanh", "Log1p", "Expm1", "Erf", "Sqrt"):
+        assert list(np.signbit(computed(library, name, [0.0, -0.0]))) == [False, True], name
     for name in ("Erf", "Tanh"):
         for sign in (1, -1):
             y = computed(library, name, sign * np.float32([11, 90, 1e4, 3e38, np.inf]))

@@ -168,6 +168,27 @@ def test_loops_overwrite_a_donated_state(f):
     assert own.peak <= LARGER * plain.peak and own.temporary <= MB, (own, plain)
 
 
+def relaxed(x, y):
+    return jax.lax.fori_loop(0, 100, lambda _, c: 0.9 * c + jnp.sin(y), x)
+
+
+@needs_xla
+@needs_kernels
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, y: x - 0.1 * relaxed(x, y),
+        lambda x, y: relaxed(relaxed(x, y), y),
+        lambda x, y: relaxed(x, y).reshape(1 << 10, 1 << 10) @ y.reshape(1 << 10, 1 << 10),
+    ],
+    ids=["difference", "twice", "product"],
+)
+def test_states_that_are_still_needed_are_not_copied(f):
+    own = compiled.compare(f, spec(1 << 20), spec(1 << 20), donate=(0,))["accelerated"]
+    assert any("jaxkern" in s.op for s in own.steps) and not own.copies, own.copies
+
+
 def slopes(slope, group, x, y):
     return jnp.square((slope[group] * x).sum(-1) - y).sum()
 

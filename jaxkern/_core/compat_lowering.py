@@ -178,6 +178,26 @@ def passed(value):
     return read[-at] if at <= len(read) and read[-at].type == value.type else None
 
 
+def standing(value):
+    """(the jaxpr of the function around, the number of its equation that is being lowered, the variables that are `value`).
+
+    None if this is not known. value: an argument of the function in MLIR. None, too, if another function that is inlined here has it
+    as an argument.
+    """
+    own, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "jaxpr_subcomp":
+            scope = frame.f_locals
+            if not own or value in scope.get("args", ()):
+                own.append(scope)
+        frame = frame.f_back
+    if len(own) != 1 or value not in own[0].get("args", ()) or "eqn" not in own[0]:
+        return None
+    equations = own[0]["jaxpr"].eqns
+    at = next((k for k, e in enumerate(equations) if e is own[0]["eqn"]), None)
+    return None if at is None else (own[0]["jaxpr"], at, own[0]["env"])
+
+
 def for_export(ctx) -> bool:
     return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
 

@@ -203,19 +203,45 @@ def begin_of_slice(operation) -> int | None:
 
 def is_donated(value) -> bool:
     """Whether `value` is an argument of the program whose memory a result may take. Looks through reshapes."""
-    while (operation := maker(value)) is not None:
-        if operation.name not in ("stablehlo.reshape", CONSTRAINT):
-            return False
-        value = operation.operands[0]
-    function = value.owner.owner.operation
-    return function.name == "func.func" and _is_donated(function, ir.BlockArgument(value).arg_number)
+    argument = chain(value)[-1]
+    return maker(argument) is None and _is_donated(
+        argument.owner.owner.operation, ir.BlockArgument(argument).arg_number
+    )
+
+
+def chain(value) -> list:
+    """`value`, and what it is a reshape of, a reshape of, and so on."""
+    found = [value]
+    while (operation := maker(found[-1])) is not None and operation.name in ("stablehlo.reshape", CONSTRAINT):
+        found.append(operation.operands[0])
+    return found
+
+
+def results_over(argument) -> set[int]:
+    """The results of the program, by their positions, that may have the memory of `argument`; empty if that is no donated argument."""
+    if maker(argument) is not None:
+        return set()
+    function, number = argument.owner.owner.operation, ir.BlockArgument(argument).arg_number
+    if not _is_donated(function, number):
+        return set()
+    attributes = [ir.DictAttr(a) for a in ir.ArrayAttr(function.attributes["arg_attrs"])]
+    taken = [ir.IntegerAttr(a[_TAKEN_BY]).value if _TAKEN_BY in a else None for a in attributes]
+    if taken[number] is not None:
+        return {taken[number]}
+    if sum("jax.buffer_donor" in a for a in attributes) > 1:  # XLA chooses
+        return set()
+    results = ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value).results
+    return set(range(len(results))).difference(taken)
+
+
+_TAKEN_BY = "tf.aliasing_output"
 
 
 def _is_donated(function, number) -> bool:
-    if "arg_attrs" not in function.attributes:
+    if function.name != "func.func" or "arg_attrs" not in function.attributes:
         return False
     own = ir.DictAttr(ir.ArrayAttr(function.attributes["arg_attrs"])[number])
-    return "jax.buffer_donor" in own or "tf.aliasing_output" in own
+    return "jax.buffer_donor" in own or _TAKEN_BY in own
 
 
 def _is_program(function) -> bool:

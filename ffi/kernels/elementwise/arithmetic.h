@@ -255,8 +255,9 @@ struct Coarse : Float {
   static JAXKERN_FN C Exp(C x) { return Power2(x * kLog2e); }
   static JAXKERN_FN C Expm1(C x) {
     const C near =
-        x +
-        x * x * Polynomial(x, {0.499974747722195f, 0.16667396983678887f, 0.042092714478751445f, 0.008342257019566366f});
+        x *
+        fmaf(x, Polynomial(x, {0.499974747722195f, 0.16667396983678887f, 0.042092714478751445f, 0.008342257019566366f}),
+             1.0f);  // -0 stays -0
     return fabsf(x) < 0.5f ? near : Exp(x) - 1;
   }
   static JAXKERN_FN C Divide(C a, C b) {
@@ -306,7 +307,8 @@ struct Coarse : Float {
             n = shifted - 12582912.0f;
     const C k = kCosine ? n + 0.5f : n;
     const C r = fmaf(k, -1.07806050e-14f, fmaf(k, -1.50995790e-7f, fmaf(k, -3.1415925f, x))), p = r * r;
-    const C y = r + r * p * Polynomial(p, {-0.166658416390419f, 0.008314205333590508f, -0.00018536664720159024f});
+    const C cube = kCosine ? r * p : fmaf(p, r, 0.0f);  // the sum with 0 keeps the sign of a zero
+    const C y = r + cube * Polynomial(p, {-0.166658416390419f, 0.008314205333590508f, -0.00018536664720159024f});
     const uint32_t odd = static_cast<uint32_t>(__float_as_int(shifted)) << 31;
     return __int_as_float(__float_as_int(y) ^ static_cast<int>(kCosine ? ~odd & 0x80000000u : odd));
   }

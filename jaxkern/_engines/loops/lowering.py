@@ -20,7 +20,7 @@ from jaxkern._core import algorithms, compat, compat_lowering, device, environme
 from jaxkern._core.cpp import Unsupported
 from jaxkern._core.jaxprs import inner_jaxprs
 from jaxkern._engines.jaxpr import Value
-from jaxkern._engines.loops import ahead, plan, plan_rows, scan_sharding, tuning
+from jaxkern._engines.loops import ahead, donated, plan, plan_rows, scan_sharding, tuning
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.generate_rows import RowCore
 from jaxkern._engines.loops.plan import TooLarge
@@ -289,11 +289,15 @@ def _is_read_in_runs(permutation, dims, dtype) -> bool:
     return run * dtype.itemsize >= SECTOR
 
 
-def emit(ctx, operands, loop, target=TARGET) -> list:
-    """Emits the kernels of a loop; returns the results of the scan, or of the while loop."""
+def emit(ctx, operands, loop, target=TARGET, places=None) -> list:
+    """Emits the kernels of a loop; returns the results of the scan, or of the while loop.
+
+    places: of each carry, its last value among the results of the equation that is being lowered.
+    """
     if loop.counted:
         found, ctx, operands, inner, given = loop.counted
-        results = emit(inner, given, loop._replace(counted=()), target)
+        places = [k for k in range(found.of[0]) if k not in found.moved]
+        results = emit(inner, given, loop._replace(counted=()), target, places)
         after = lambda *xs: found.after(xs[: len(operands)], xs[len(operands) :])
         return _in_jnp(ctx, after, [*ctx.avals_in, *inner.avals_out], [*operands, *results])
     program = loop.program
@@ -305,10 +309,12 @@ def emit(ctx, operands, loop, target=TARGET) -> list:
         avals = [jax.core.ShapedArray(a.shape, a.dtype) for a in avals]
     wanted = list(map(compat.physical, ctx.avals_out))
     types = program.parts_of(wanted)
+    whole = range(len(wanted)) if places is None else places
+    places = [k for at, p in zip(whole, program.result_parts) for k in ([at] if p is None else [None] * len(p.places))]
     if loop.parts:
-        found = _parts(ctx, loop, operands, avals, types, target)
+        found = _parts(ctx, loop, operands, avals, types, target, places)
     else:
-        found = _kernel(ctx, loop, operands, avals, types, target)
+        found = _kernel(ctx, loop, operands, avals, types, target, places)
     return _in_jnp(ctx, lambda *ys: program.join(ys), types, found) if any(program.result_parts) else found
 
 
@@ -325,20 +331,21 @@ def _in_jnp(ctx, f, avals, operands) -> list:
     return [v[0] if isinstance(v, (tuple, list)) else v for v in found]
 
 
-def _parts(ctx, loop, operands, avals, types, target) -> list:
+def _parts(ctx, loop, operands, avals, types, target, places) -> list:
     """The results of a loop of several kernels. types: the types of the results."""
     pool, pool_avals, found = list(operands), list(avals), {}
     for part, own in loop.parts:
         given, given_avals = ([values[k] for k in part.given] for values in (pool, pool_avals))
         own_types = ahead.types(part, types, loop.length)
-        ys = _kernel(ctx, own, given, given_avals, own_types, target)
+        own_places = [places[k] for k in part.results if k < len(places)]
+        ys = _kernel(ctx, own, given, given_avals, own_types, target, own_places)
         pool, pool_avals = [*pool, *ys], [*pool_avals, *own_types]
         found.update(zip(part.results, ys))
     return [found[k] for k in range(len(types))]
 
 
-def _kernel(ctx, loop, operands, avals, types, target) -> list:
-    """The results of a loop of one kernel. types: the types of the results."""
+def _kernel(ctx, loop, operands, avals, types, target, places) -> list:
+    """The results of a loop of one kernel. types: the types of the results. places: see `emit`."""
     program, core = loop.program, loop.core
     reads = [*core.consts, *core.inits, *core.xs]
     writes = [jax.core.ShapedArray(shape, dtype) for shape, dtype in core.shapes(loop.length)]
@@ -355,7 +362,7 @@ def _kernel(ctx, loop, operands, avals, types, target) -> list:
             in_memory[reads.index(k)] = jax.core.ShapedArray(aval.shape, aval.dtype)
     inner = ctx.replace(avals_in=in_memory, avals_out=writes)
     given = [values[k] for k in reads]
-    shared = _in_place(loop, given, in_memory, writes)
+    shared = _in_place(loop, given, in_memory, writes, places)
     found = launch.lower(inner, target, loop.launches, given, operand_output_aliases=shared)
 
     sums = program.zeros
@@ -364,16 +371,17 @@ def _kernel(ctx, loop, operands, avals, types, target) -> list:
     return _in_jnp(ctx, after, [*(avals[k] for k in given), *writes], [*(operands[k] for k in given), *found])
 
 
-def _in_place(loop, values, given, types) -> dict[int, int] | None:
+def _in_place(loop, values, given, types, places) -> dict[int, int] | None:
     """{operand: result} of last carries that take the memory of the first ones; None if there are none.
 
-    Those of donated arguments do: XLA would copy the last carries there. given, types: of operands and results.
+    Those of donated arguments do, where XLA copies nothing for it; see donated.py. given, types: of operands and results. places: see
+    `emit`.
     """
     found = {}
     for operand, k in plan.in_place(loop.core, loop.launches.algorithm).items():
         value = values[operand]
-        alone = not any(True for _ in value.uses) and values.count(value) == 1
-        if alone and given[operand].update(weak_type=False) == types[k] and stablehlo.is_donated(value):
+        alike = given[operand].update(weak_type=False) == types[k]
+        if k < len(places) and alike and values.count(value) == 1 and places[k] in donated.results_over(value):
             found[operand] = k
     return found or None
 
