@@ -14,7 +14,7 @@ from scan_functions import FUNCTIONS
 
 import jaxkern
 from jaxkern._core import algorithms, compat, device, registry
-from jaxkern._engines.loops import ahead, plan, tuning
+from jaxkern._engines.loops import ahead, pairs, plan, tuning
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
 
@@ -315,6 +315,19 @@ def test_no_step_is_loaded_further_ahead_than_a_load_takes(name):
         assert (ahead + rest) * core.function.code <= 1.5 * tuning.LATENCY
         lengths.append(ahead)
     assert lengths[0] > lengths[1] >= tuning.LEAST_AHEAD
+
+
+@pytest.mark.parametrize("f", [jnp.exp, jnp.abs, jnp.conj, lambda z: z * (2 - 1j), lambda z: z + z])
+def test_complex_numbers_that_are_not_finite(f):
+    """Parts of these are NaN where XLA's are: exp(100) is infinite, and its imaginary part 0."""
+    parts = np.float32([0, 1, -2, 100, 1e30, np.inf, -np.inf, np.nan])
+    z = np.zeros(parts.size**2, np.complex64)
+    z.real, z.imag = np.repeat(parts, parts.size), np.tile(parts, parts.size)
+    of_parts = pairs.expanded(lambda x: [f(x)], [z.dtype])
+    agree = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    found, wanted = jax.jit(lambda z: (jax.vmap(lambda x: of_parts(x)[0])(z), f(z)))(z)
+    agree(np.real(found), np.real(wanted))
+    agree(np.imag(found), np.imag(wanted))
 
 
 @plans.needs_nvrtc

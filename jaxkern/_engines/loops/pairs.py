@@ -57,8 +57,9 @@ def _quotient(a, b):
 
 def _modulus(a):
     large, small = jnp.maximum(abs(a[0]), abs(a[1])), jnp.minimum(abs(a[0]), abs(a[1]))
-    ratio = jnp.where((large == 0) | jnp.isinf(large), small, small / large)
-    return jnp.where(jnp.isinf(large), large, large * lax.sqrt(1 + ratio * ratio))
+    ratio = jnp.where(large == 0, small, small / large)
+    is_far = jnp.isinf(a[0]) | jnp.isinf(a[1])  # also where the other part is NaN
+    return jnp.where(is_far, np.array(np.inf, large.dtype), large * lax.sqrt(1 + ratio * ratio))
 
 
 def _power(a, n):
@@ -71,7 +72,7 @@ def _power(a, n):
 
 def _exp(a):
     size = lax.exp(a[0])
-    return size * lax.cos(a[1]), size * lax.sin(a[1])
+    return size * lax.cos(a[1]), jnp.where(a[1] == 0, a[1], size * lax.sin(a[1]))  # size may be infinite
 
 
 def _apart(f):
