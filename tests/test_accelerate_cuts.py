@@ -253,6 +253,10 @@ OTHERS = {
         (lambda y: y >= jnp.max(y, -1, keepdims=True))(x[:, :-1]), ((0, 0), (0, 1), (0, 0))
     ),
     "a window": lambda x, s: rms_norm(jnp.concatenate([x, x], 1)[:, 2:6], s),
+    # A kernel that makes signs as bfloat16 and as float32 writes only the latter, so the other one must not read the former.
+    "of what another kernel converts": lambda x, s: (lambda y: (y @ jnp.eye(y.shape[-1]), rms_norm(y[:, :-1], s)))(
+        jnp.sign(x - x.mean(-1, keepdims=True)).astype(jnp.bfloat16).astype(jnp.float32)
+    ),
     "one row": lambda x, s: rms_norm(x[:, 3:4], s),
     "no row": lambda x, s: rms_norm(x[:, 3:3], s),
 }
@@ -262,6 +266,24 @@ OTHERS = {
 def test_other_slices(name):
     x, _ = logits_and_tokens()
     equal(OTHERS[name], x, 1 + x[0, 0])
+
+
+SYMBOLIC = {
+    "cut": lambda x, y: rms_norm(jax.lax.slice_in_dim(x, 0, 64), 2),
+    "padded": lambda x, y: jnp.pad(rms_norm(y[:, :-1], 2), ((0, 0), (0, x.shape[0]), (0, 0))),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_symbolic_sizes(name):
+    """What is cut out of a symbolic size, or padded to one, is exported."""
+    y, _ = logits_and_tokens()
+    x = jnp.concatenate([y] * 4).reshape(-1, CLASSES)
+    plain = jax.jit(SYMBOLIC[name])(x, y)
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"n, {CLASSES}", constraints=["n >= 64"]), x.dtype)
+    with forced:
+        exported = jax.export.export(jax.jit(lambda x, y: SYMBOLIC[name](x, y)))(rows, y)
+    close(plain, exported.call(x, y))
 
 
 def test_donated():

@@ -182,7 +182,12 @@ def _cut(shape, params):
 
 def _cut_along(shape, k, start, size):
     sizes = (math.prod(shape[:k]), shape[k], math.prod(shape[k + 1 :]), start, size)
-    return Cut(*map(int, sizes)) if size > 1 else None
+    return Cut(*map(int, sizes)) if _are_numbers(sizes) and size > 1 else None
+
+
+def _are_numbers(sizes) -> bool:
+    """Whether none of these sizes is symbolic."""
+    return all(isinstance(n, int | np.integer) for n in sizes)
 
 
 def lifted(region, equations, operands, cut, along, made, reader):
@@ -317,9 +322,9 @@ def padding(v, cut, reader, made):
                 break
             (k,) = at
             low, high, _ = config[k]
-            whole = int(shape[k] + low + high)
-            if low < 0 or high < 0:
+            if not _are_numbers((shape[k], low, high)) or low < 0 or high < 0:
                 break
+            whole = int(shape[k] + low + high)
             if _cut_along((*shape[:k], whole, *shape[k + 1 :]), k, int(low), shape[k]) != cut:
                 break
             pads = len(chain) + 1

@@ -230,8 +230,10 @@ class _Program:
         """Finds what regions read, and which of their results others read."""
         inside = {v for region in self.regions for v in region.made}
         self.readers: dict = {}
+        self.outside: dict = {}  # as `made`, without what regions make: they may not write what they convert, say
         for e in self.equations:
             if not any(v in inside for v in e.outvars):
+                self.outside.update(dict.fromkeys(e.outvars, e))
                 for v in variables(e):
                     self.readers.setdefault(v, []).append(e)
         for region in self.regions:
@@ -263,8 +265,8 @@ class _Program:
         operands = list(dict.fromkeys(v for e in kept for v in variables(e) if v not in made))
         own = self._planned(region, kept, operands, region.results, region.shape, self._beside(region, operands))
         best = own
-        for cut, along in cuts.cuts_of(region, operands, self.made) if best.estimate is not None else ():
-            lifted = cuts.lifted(region, kept, operands, cut, along, self.made, self._reader)
+        for cut, along in cuts.cuts_of(region, operands, self.outside) if best.estimate is not None else ():
+            lifted = cuts.lifted(region, kept, operands, cut, along, self.outside, self._reader)
             if lifted is None:
                 continue
             moved = self._beside_lifted(region, lifted)
