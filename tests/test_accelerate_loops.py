@@ -262,7 +262,7 @@ LEFT = {
     "an index": (
         lambda x, k: lax.fori_loop(0, 99, lambda i, s: s + x[i * k % 99], x[0]),
         (spec(99, 4, 8), spec(dtype=jnp.int32)),
-        "the body uses dynamic_slice at .*Pass what step i reads at i as xs of lax.scan",
+        "the body uses dynamic_slice at .*Pass what step i reads at i as xs of the scan",
     ),
     "a function of one element": (
         lambda x: lax.scan(lambda h, x: (h.at[0].apply(jnp.sin) + x, None), x[0], x)[0],

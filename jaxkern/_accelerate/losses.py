@@ -18,19 +18,20 @@ NOTHING = -(2**31)
 # Rows that are left out, at most, as a part of all: a kernel then moves fewer bytes than the three reads and the write of XLA.
 LEFT_OUT = 8
 
+_LOSSES = {cross_entropy_p, cross_entropy_grad_p}
+
 
 def rewrite(module, jaxpr):
     """The jaxpr that JAX lowers in place of `jaxpr`."""
     del module
-    if not switch.wanted("softmax_cross_entropy") or not any(map(_is_loss, jaxpr.eqns)):
+    if not {e.primitive for e in jaxpr.eqns} & _LOSSES or not switch.wanted("softmax_cross_entropy"):
         return jaxpr
     return _Losses(jaxpr, switch.current().force).run()
 
 
 def _is_loss(e) -> bool:
     """Whether an equation is optax's loss of integer labels, or its gradient, which `accelerate` put there."""
-    prims = (cross_entropy_p, cross_entropy_grad_p)
-    return e.primitive in prims and e.params["options"].as_written and not e.params.get("given")
+    return e.primitive in _LOSSES and e.params["options"].as_written and not e.params.get("given")
 
 
 class _Losses:

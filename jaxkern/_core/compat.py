@@ -328,6 +328,7 @@ def physical(aval):
     return jax.core.ShapedArray(found.shape, found.dtype)
 
 
+@functools.cache
 def scan_primitive():
     """The primitive of `jax.lax.scan`."""
     with jax.disable_jit(False):  # without jit, JAX runs a scan as a loop of Python

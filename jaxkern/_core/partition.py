@@ -25,7 +25,7 @@ from jaxkern._core.package import __version__
 # ---- a callback that computes each device's part
 
 
-def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=()):
+def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(), gathered=False):
     """Lowers `prim` to one part per device.
 
     dims: for each operand, then for each result, the names of its dimensions. Dimensions of one name are split alike. A
@@ -36,7 +36,7 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
         may be padded at the end with arbitrary values.
     summed: names that no result has; `shard` must reduce over them.
     whole: names that are never split. If arrays are split there, another dimension that all of them have is split in its place,
-        if one divides evenly; otherwise they are gathered.
+        if one divides evenly; otherwise, or with `gathered`, they are gathered.
     """
     several, count = prim.multiple_results, len(ctx.avals_in)
     shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
@@ -55,7 +55,7 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
         mesh = _refined(mesh, arrays)
         splits = [_axes_of(a.sharding, mesh, len(names)) for a, names in zip(arrays, alone)]
         order = [*range(count, len(arrays)), *range(count)]
-        over = _agreed(alone, splits, order, size, exact, summed, whole, mesh.shape)
+        over = _agreed(alone, splits, order, size, exact, None if gathered else summed, whole, mesh.shape)
         shardings = [NamedSharding(mesh, P(*(over[name] or None for name in names))) for names in alone]
         local = outside_meshes(functools.partial(shard, over, **params))
         return mesh, local, shardings[count:] if several else shardings[count], tuple(shardings[:count])
@@ -134,6 +134,7 @@ def _agreed(dims, splits, order, size, exact, summed, whole, mesh_shape):
     """The split of each name: the split of the first array, in this order, that has one.
 
     One mesh axis must not split two dimensions of an array. It may split two names that never occur in the same array.
+    summed: as for `lower`; None if no other name is split in place of one that cannot be.
     """
     over, lost = {}, {}
     parts = lambda axes: math.prod(mesh_shape[a] for a in axes)
@@ -149,7 +150,7 @@ def _agreed(dims, splits, order, size, exact, summed, whole, mesh_shape):
                 axes = ()
             over[name] = axes
     for name, axes in lost.items():
-        if over[name]:
+        if over[name] or summed is None:
             continue
         having = [names for names in dims if name in names]
         others = [n for n in having[0] if all(n in names for names in having)]

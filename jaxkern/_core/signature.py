@@ -98,6 +98,7 @@ class Signature:
     exact, whole: the dimensions, or groups, that several devices split only into equal parts, or never; or functions of
         (operands, params).
     summed: the dimensions that devices sum over if no result has them. By default all that are not `whole`.
+    gathered: arrays that are split at a `whole` dimension are gathered, even where another one could be split in its place.
     """
 
     declared: typing.Any
@@ -110,6 +111,7 @@ class Signature:
     whole: typing.Any = ()
     summed: typing.Any = None
     single: bool = False
+    gathered: bool = False
 
     @property
     def several(self) -> bool:
@@ -308,7 +310,7 @@ class Signature:
 
         names = [[dim.name for dim in own] for own in dims]
         return partition.lower(
-            ctx, prim, flat, params, names, part, of(exact), [n for n in groups if n in summed], of(whole)
+            ctx, prim, flat, params, names, part, of(exact), [n for n in groups if n in summed], of(whole), self.gathered
         )
 
 

@@ -151,6 +151,7 @@ def _primitives(name, results, in_jnp, launches) -> tuple:
         sizes=_sizes,
         exact={"summed"},
         whole={*Edges._fields, *FIRST.values()},
+        gathered=True,  # rows: another split would be exchanged back in the gradient
     )
     ordered = primitive(name, of(EDGES), in_jnp, plan=launches, shard=_shard, makes_nan=False)
     prim = primitive(
