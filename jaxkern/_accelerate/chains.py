@@ -376,12 +376,18 @@ class Cut(typing.NamedTuple):
         return lax.slice(x, (self.first,), (self.first + math.prod(self.shape),)).reshape(self.shape)
 
 
-def with_whole_arrays(chain: Chain) -> tuple:
+def with_whole_arrays(chain: Chain, onto) -> tuple:
     """(the chain with the arguments of the program that its values are slices of in place of these, for each value a Cut or None).
 
     XLA would copy a slice for a kernel, such as a row of `edges[2, count]`. Kernels with a free order read it where it is.
+    onto: the value that the sums are added to; None for zeros. Where it is the argument, or an update of it, XLA would copy all of it.
     """
-    found = [value.whole if chain.free is not None else None for value in chain.values]
+
+    def whole(value):
+        found = value.whole if chain.free is not None else None
+        return None if found is None or (onto is not None and onto.updates(found[0])) else found
+
+    found = list(map(whole, chain.values))
     cuts = tuple(whole and Cut(whole[1], value.type[0]) for whole, value in zip(found, chain.values))
     values = tuple(whole[0] if whole else value for whole, value in zip(found, chain.values))
     return chain._replace(values=values), cuts

@@ -23,6 +23,7 @@ from jaxkern._core import compat_lowering, stablehlo
 
 MOST_OPERATIONS = 64  # of a function that is looked into
 MOST_CALLS = 4  # of functions in each other
+UPDATING = "scatter", "dynamic_update_slice", "optimization_barrier", "custom_call"  # of their first operand
 
 _DTYPES = {
     "f16": "float16",
@@ -185,6 +186,13 @@ class Value:
             value = value.op.operands[0]
         is_array = cut and value.scope is None and value.type is not None and stablehlo.is_argument(value.ir)
         return (value, first) if is_array else None
+
+    def updates(self, argument) -> bool:
+        """Whether this value is an argument of the program after updates of parts of it, which XLA may make in the same memory."""
+        value = self
+        while value.op is not None and (value.op.name in UPDATING or value.op.once(_keeps_order)):
+            value = value.op.operands[0]
+        return value.ir == argument.ir and value.scope is argument.scope
 
     @property
     def unwrapped(self):

@@ -217,9 +217,10 @@ def _without_whole(name, ctx, indices, updates, params, settings):
 
 def _emit_chain(ctx, operand, indices, chain, params):
     """The message kernel in place of a scatter. Equal chains of a module share a function."""
-    chain, cuts = chains.with_whole_arrays(chain)
+    program = Program.of(ctx)
+    chain, cuts = chains.with_whole_arrays(chain, None if params["onto_identity"] else program.value(operand))
     made: dict = {}
-    arrays = [Program.of(ctx).materialize(value, made) for value in chain.values]
+    arrays = [program.materialize(value, made) for value in chain.values]
     params = dict(chain=chain._replace(values=()), cuts=cuts, **params)
     lower = switch.own_code(mlir.lower_fun(functools.partial(chains.run, **params), multiple_results=False))
     rule = lambda ctx, *values: lower(ctx.replace(avals_in=chains.types(ctx, chain)), *values)
