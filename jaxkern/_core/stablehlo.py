@@ -54,6 +54,11 @@ def apart(value):
     return stablehlo.OptimizationBarrierOp([value]).results[0]
 
 
+def all_apart(values) -> list:
+    """The same of several values, all of which are there before one of the results is."""
+    return list(stablehlo.OptimizationBarrierOp(list(values)).results)
+
+
 def behind(value):
     """The value that `apart` was given, if it made `value`; else `value`."""
     operation = maker(value)
