@@ -130,6 +130,52 @@ def test_no_more_bytes_copies_or_memory_than_plain(name):
     assert own.copied <= plain.copied, own.copies
 
 
+def potentials(x, y, g):
+    """Loops of two scales, and all of them once more: equal products in several loops."""
+    for scale in (1.0, 2.0, 1.0, 2.0):
+        step = lambda g, _, scale=scale: (0.5 * g + jnp.max(jnp.exp(x * scale @ y.T) * g, 0), None)
+        g = jax.lax.scan(step, g, None, length=5)[0]
+    return g
+
+
+def experts(x, up, down, sizes):
+    return jnp.sin(jax.lax.ragged_dot(jax.nn.silu(jax.lax.ragged_dot(x, up, sizes)), down, sizes)).sum()
+
+
+def pulled(x, ids, weights):
+    """Rows of x are added to others, in the memory of x."""
+    y = x.reshape(-1, 3)
+    return y.at[ids].add(y[100_001:][: len(ids)] * weights[:, None]).reshape(x.shape)
+
+
+def columns_of_functions(x, y, g):
+    return jax.lax.scan(lambda g, _: (0.5 * g + jnp.sum(jnp.tanh(x @ y.T) * g, 0), None), g, None, length=5)[0]
+
+
+IN_LITTLE_MEMORY = {
+    "functions before sums of columns": (columns_of_functions, (spec(4096, 256), spec(4096, 256), spec(4096)), ()),
+    "equal products in loops": (potentials, (spec(4096, 256), spec(4096, 256), spec(4096)), ()),
+    "experts": (
+        jax.grad(experts, (0, 1, 2)),
+        (spec(2048, 512), spec(64, 512, 512), spec(64, 512, 512), whole(64)),
+        (),
+    ),
+    "a part of what is updated": (pulled, (spec(2, 4_000_000, 3), whole(150_000), spec(150_000)), (0,)),
+}
+
+
+@needs_xla
+@needs_kernels
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", IN_LITTLE_MEMORY)
+def test_no_more_memory_than_plain(name, measured_jaxlib):
+    f, args, donate = IN_LITTLE_MEMORY[name]
+    found = compiled.compare(f, *args, donate=donate, accelerated={}, forced=dict(force=True))
+    plain, *others = found.values()
+    for own in others:
+        assert own.temporary <= LARGER * plain.temporary, (own.temporary, plain.temporary)
+
+
 def hidden_layers(x, w, v, norm):
     """Layers of a network with norms and relus, whose masks the gradient reads."""
     y = jax.nn.relu(rms_norm(x @ w, norm))

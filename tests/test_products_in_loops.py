@@ -1,5 +1,7 @@
 """Large products in loops that are the same in every step: `jaxkern.accelerate` computes them once, before the loop."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +46,16 @@ MOVED = {
     "in a loop": nested,
     "under vmap": lambda x, y, g: jax.vmap(transport, (0, None, None))(jnp.stack([x, x + 1]), y, g),
     "in two products": lambda x, y, g: scanned(
-        lambda x, y, g: (g + jnp.max(x @ y.T, 0) + jnp.tanh((x + 1) @ y.T).sum(0), None), x, y, g
+        lambda x, y, g: (g + jnp.max(x @ y.T, 0) + jnp.exp(SCALE * ((x + 1) @ y.T)).sum(0), None), x, y, g
+    ),
+    "a function before sums of rows": lambda x, y, g: scanned(
+        lambda x, y, g: (0.5 * g + (jnp.tanh(x @ y.T) * g).sum(1).max(), None), x, y, g
+    ),
+    "reductions that are results": lambda x, y, g: scanned(
+        lambda x, y, g: (g * 0.5 + jnp.max(x @ y.T * g, 0), ((x @ y.T).sum(1), jnp.max(x @ y.T))), x, y, g
+    ),
+    "a reduction that is a carry": lambda x, y, g: lax.scan(
+        lambda c, _: ((jnp.max(x @ y.T, 0), c[0] * c[1]), c[1].sum()), (g, g), None, length=STEPS
     ),
 }
 LEFT = {
@@ -53,6 +64,9 @@ LEFT = {
     ),
     "a result": lambda x, y, g: scanned(lambda x, y, g: (g * 0.5, g * (x @ y.T)), x, y, g),
     "what a product reads": lambda x, y, g: scanned(lambda x, y, g: (g + jnp.exp(x @ y.T).T @ x[:, 0], None), x, y, g),
+    "a function before sums of columns, which XLA would store": lambda x, y, g: scanned(
+        lambda x, y, g: (0.5 * g + (jnp.tanh(x @ y.T) * g).sum(0), None), x, y, g
+    ),
     "one step": lambda x, y, g: transport(x, y, g, steps=1),
     "small": lambda x, y, g: transport(x[:64], y, g),
     "of vectors": lambda x, y, g: scanned(
@@ -107,6 +121,19 @@ def test_left(name):
     plain = products(f, *args)
     with jaxkern.accelerate():
         assert products(f, *args) == plain
+
+
+def test_scopes():
+    """The product keeps the scopes around the loop, as profiles show them, and its line."""
+
+    def f(x, y, g):
+        with jax.named_scope("loss"):
+            return transport(x, y, g)
+
+    with jaxkern.accelerate():
+        lowered = jax.jit(f).trace(*arrays()).lower(lowering_platforms=("cuda",))
+    names = re.findall(r'"([^"]*dot_general)"', lowered.as_text(debug_info=True))
+    assert names and all("/loss/" in name for name in names)
 
 
 def test_room():

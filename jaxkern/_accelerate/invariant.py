@@ -27,7 +27,10 @@ from jaxkern._core import (
     switch,
 )
 from jaxkern._engines.loops.row_program import MOST_PRODUCT, multiplications
+from jaxkern._engines.rows.core import DEAR
 
+# Functions that XLA may store before it sums columns: it does for most of them, but not for exp [4096 x 4096, jaxlib 0.11.2, for an H100].
+STORED = (DEAR | {"rem", "erf_inv"}) - {"exp"}
 WITHOUT_PRODUCTS = "large products of the body are computed before the loop"
 
 
@@ -132,21 +135,29 @@ class _Body:
         return decisions.record(rows.ROWS, not refusal, why, avals, frames, bytes_of(product.outvars[0]))
 
     def _is_only_reduced(self, v) -> bool:
-        """Whether all that reads a value, after elementwise arithmetic, reduces it."""
-        seen, pending = set(), [v]
+        """Whether all that reads a value, after elementwise arithmetic, reduces it, and XLA stores none of this arithmetic.
+
+        Where it reduces columns, XLA may compute a function such as tanh in a kernel of its own, and store it. It computes the same
+        function in the kernel of a product that is in the loop.
+        """
+        seen, pending = set(), [(v, False)]
         while pending:
-            v = pending.pop()
-            if v in seen:
+            v, is_dear = pending.pop()
+            if (v, is_dear) in seen:
                 continue
-            seen.add(v)
+            seen.add((v, is_dear))
             if v in self.results:
                 return False
             for e in self.readers.get(v, ()):
-                if e.primitive.name in REDUCING or (e.primitive in MARKS and size_of(e.outvars[0]) < size_of(v)):
+                if e.primitive.name in REDUCING:
+                    if is_dear and v.aval.ndim - 1 not in e.params["axes"]:
+                        return False
+                    continue
+                if e.primitive in MARKS and size_of(e.outvars[0]) < size_of(v):
                     continue
                 if e.primitive.name not in CHEAP:
                     return False
-                pending += e.outvars
+                pending += [(w, is_dear or e.primitive.name in STORED) for w in e.outvars]
         return True
 
     def _remaining(self) -> list:
@@ -158,23 +169,40 @@ class _Body:
                 needed.update(variables(e))
         return found[::-1]
 
+    def _apart(self, read) -> tuple:
+        """(the scan, the equations before it) with a barrier in front of the constants that are `read`, and of the first carries.
+
+        Without it XLA merges equal products of several loops, such as a forward loop and one that computes it again for gradients,
+        and holds each product from the first of these loops to the last.
+        """
+        _, carries = compat.counts_of_scan(self.scan.params)
+        inside = self.jaxpr.invars
+        at = [k for k in range(self.consts) if inside[k] in read]
+        at += range(self.consts, self.consts + carries) if at else ()
+        operands = {k: v for k, v in enumerate(self.scan.invars) if k in at and compat_rewriting.is_array(v)}
+        if not operands:
+            return self.scan, []
+        barrier, results = compat_rewriting.barrier(self.scan, operands.values())
+        own = dict(zip(operands, results))
+        return self.scan.replace(invars=[own.get(k, v) for k, v in enumerate(self.scan.invars)]), [barrier]
+
     def rewritten(self) -> list:
         """The equations in place of the scan."""
         kept = self._remaining()
-        read = {v for e in kept for v in variables(e)}
+        read = {v for e in kept for v in variables(e)}.union(filter(is_variable, self.results))
         moved = [v for v in self.moved if v in read]
         needed, before = set(moved), []
         for e in reversed(self.equations):
             if any(v in needed for v in e.outvars):
                 before.append(e)
                 needed.update(variables(e))
-        outside = dict(zip(self.jaxpr.invars[: self.consts], self.scan.invars))
-        found = []
+        scan, found = self._apart(needed)
+        outside = dict(zip(self.jaxpr.invars[: self.consts], scan.invars))
         for e in reversed(before):
             operands = [outside[v] if is_variable(v) else v for v in e.invars]
             results = [compat_rewriting.new_variable(v.aval) for v in e.outvars]
             outside.update(zip(e.outvars, results))
-            found.append(e.replace(invars=operands, outvars=results))
+            found.append(compat_rewriting.inlined_equation(scan, e, operands, results))
         inner = [compat_rewriting.new_variable(v.aval) for v in moved]
         names = dict(zip(moved, inner))
         new = lambda v: names.get(v, v) if is_variable(v) else v
@@ -182,7 +210,7 @@ class _Body:
         own = self.jaxpr.replace(eqns=body, outvars=list(map(new, self.results)))
         return [
             *found,
-            compat_rewriting.with_constants(self.scan, own, inner, [outside[v] for v in moved]),
+            compat_rewriting.with_constants(scan, own, inner, [outside[v] for v in moved]),
         ]
 
 

@@ -101,6 +101,25 @@ def new_equation(like, prim, operands, results, params):
     )
 
 
+def is_array(v) -> bool:
+    """Whether a value is a variable, and an array of numbers: no key of a random generator, for example."""
+    dtype = getattr(v.aval, "dtype", None)
+    is_variable = not isinstance(v, jax.extend.core.Literal)
+    return is_variable and dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def barrier(like, operands):
+    """(an optimization barrier behind `operands`, its results), where the user made the equation `like`."""
+    operands = list(operands)
+    results = [new_variable(v.aval) for v in operands]
+    return new_equation(like, _barrier_primitive(), operands, results, {}), results
+
+
+@functools.cache
+def _barrier_primitive():
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0].primitive
+
+
 def with_constants(scan, body, arguments, operands):
     """An equation of a scan with more constants. body: a jaxpr that reads them as `arguments`. operands: their values."""
     params, more = dict(scan.params), len(operands)
