@@ -13,7 +13,7 @@ import scan_reference
 from scan_functions import FUNCTIONS
 
 import jaxkern
-from jaxkern._core import algorithms, compat, device, registry
+from jaxkern._core import algorithms, compat, device, launch, registry
 from jaxkern._engines.loops import ahead, pairs, plan, tuning
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
@@ -315,6 +315,12 @@ def test_no_step_is_loaded_further_ahead_than_a_load_takes(name):
         assert (ahead + rest) * core.function.code <= 1.5 * tuning.LATENCY
         lengths.append(ahead)
     assert lengths[0] > lengths[1] >= tuning.LEAST_AHEAD
+
+
+def test_the_emulator_returns_scalars():
+    made = launch.Plan("zero", (launch.Memset(launch.result(0), 4),))
+    (y,) = emulated.run(made, [], [((), np.float32)])
+    assert y.shape == () and y == 0
 
 
 @pytest.mark.parametrize("f", [jnp.exp, jnp.abs, jnp.conj, lambda z: z * (2 - 1j), lambda z: z + z])

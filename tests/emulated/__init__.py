@@ -90,7 +90,7 @@ class _Guarded:
     """A copy of an array that ends where a page begins that nobody may touch."""
 
     def __init__(self, array):
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")  # ascontiguousarray gives a scalar a dimension
         page = mmap.PAGESIZE
         size = -(-max(array.nbytes, 1) // page) * page
         self._map = mmap.mmap(-1, size + page)
@@ -137,7 +137,7 @@ def run(plan: launch.Plan, operands, results, unaligned=False, fused=False, alia
     for step in steps:
         if isinstance(step, launch.Memset):
             at = step.buffer.offset
-            buffers[step.buffer.kind][step.buffer.index].array.view(np.uint8)[at : at + step.bytes] = step.value
+            buffers[step.buffer.kind][step.buffer.index].array.reshape(-1).view(np.uint8)[at : at + step.bytes] = step.value
             continue
         (arg,) = step.args
         data = _bytes(arg, lambda b: buffers[b.kind][b.index].address + b.offset)
