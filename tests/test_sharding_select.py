@@ -23,7 +23,12 @@ TYPES = ["float32", "bfloat16", "int8", "uint32", "bool"]
 def test_top_k(spec, dtype, k):
     """Rows are split without a message. Of a row that is split, each device sends its k largest elements and their columns in one
     message. If these were all elements, devices exchange parts of rows for whole rows, and send what they found."""
-    if dtype == "bfloat16" and k == 600 and jaxlib.version.__version_info__ < (0, 11) and jax.default_backend() == "cpu":
+    if (
+        dtype == "bfloat16"
+        and k == 600
+        and jaxlib.version.__version_info__ < (0, 11)
+        and jax.default_backend() == "cpu"
+    ):
         pytest.skip("XLA for CPUs exchanged bfloat16 as float32, and lost numbers below the normal ones")
     x, m = rows((8, 1024), dtype), mesh()
     (part,) = put(m, (x,), (spec,))

@@ -67,7 +67,9 @@ def _may_move(e) -> bool:
     """Whether a scan has several steps, and a large product somewhere in its body."""
     body, consts = jaxprs.called_jaxpr(e)
     length = e.params["length"]
-    return isinstance(length, int) and length > 1 and not (body.effects or consts or body.constvars) and _has_product(body)
+    return (
+        isinstance(length, int) and length > 1 and not (body.effects or consts or body.constvars) and _has_product(body)
+    )
 
 
 def _has_product(jaxpr) -> bool:

@@ -310,7 +310,16 @@ class Signature:
 
         names = [[dim.name for dim in own] for own in dims]
         return partition.lower(
-            ctx, prim, flat, params, names, part, of(exact), [n for n in groups if n in summed], of(whole), self.gathered
+            ctx,
+            prim,
+            flat,
+            params,
+            names,
+            part,
+            of(exact),
+            [n for n in groups if n in summed],
+            of(whole),
+            self.gathered,
         )
 
 

@@ -137,7 +137,9 @@ def run(plan: launch.Plan, operands, results, unaligned=False, fused=False, alia
     for step in steps:
         if isinstance(step, launch.Memset):
             at = step.buffer.offset
-            buffers[step.buffer.kind][step.buffer.index].array.reshape(-1).view(np.uint8)[at : at + step.bytes] = step.value
+            buffers[step.buffer.kind][step.buffer.index].array.reshape(-1).view(np.uint8)[at : at + step.bytes] = (
+                step.value
+            )
             continue
         (arg,) = step.args
         data = _bytes(arg, lambda b: buffers[b.kind][b.index].address + b.offset)
