@@ -325,13 +325,15 @@ def test_the_emulator_returns_scalars():
 
 @pytest.mark.parametrize("f", [jnp.exp, jnp.abs, jnp.conj, lambda z: z * (2 - 1j), lambda z: z + z])
 def test_complex_numbers_that_are_not_finite(f):
-    """Parts of these are NaN where XLA's are: exp(100) is infinite, and its imaginary part 0."""
+    """Parts of these are NaN where XLA's are: exp(100) is infinite, and its imaginary part 0. The size of an infinite number was NaN
+    in XLA before jaxlib 0.11 if its other part is NaN; here, and in NumPy, it is infinite."""
     parts = np.float32([0, 1, -2, 100, 1e30, np.inf, -np.inf, np.nan])
     z = np.zeros(parts.size**2, np.complex64)
     z.real, z.imag = np.repeat(parts, parts.size), np.tile(parts, parts.size)
     of_parts = pairs.expanded(lambda x: [f(x)], [z.dtype])
     agree = functools.partial(np.testing.assert_allclose, rtol=1e-5)
     found, wanted = jax.jit(lambda z: (jax.vmap(lambda x: of_parts(x)[0])(z), f(z)))(z)
+    wanted = np.abs(z) if f is jnp.abs else wanted
     agree(np.real(found), np.real(wanted))
     agree(np.imag(found), np.imag(wanted))
 
