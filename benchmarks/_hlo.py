@@ -206,6 +206,6 @@ def _behind(body, j):
 
 
 def _launches(call: _Instruction) -> int:
-    """Kernels of a custom call: those of our launch list for aligned buffers, one of any other."""
+    """How many kernels a custom call launches: our launch list for aligned buffers says it; any other call counts as one."""
     aligned = call.rest.split("alignment ")[1:2]
     return len(re.findall(r"(?:\\0A|\\n)(?:launch grid|memset p)", aligned[0])) or 1 if aligned else 1

@@ -27,7 +27,7 @@
 
 namespace jaxkern {
 
-// Rows of which each belongs to the threads of `Owners<kLanes, kThreads>`.
+// Rows that are each owned by the threads of `Owners<kLanes, kThreads>`.
 template <class F, int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStays, bool kStreams, bool kShared,
           bool kRuns>
 struct OwnedRows {

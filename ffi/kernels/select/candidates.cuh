@@ -48,7 +48,7 @@ template <class Of> __device__ __forceinline__ uint32_t Append(TopKShared& s, ui
   return wanted;
 }
 
-// Leaves the k largest of s.held, of which there are at least k; all threads call it. Returns a lower bound of them that is
+// Leaves the k largest elements of s.held, which holds at least k; all threads call it. Returns a lower bound of them that is
 // greater than all others.
 __device__ __forceinline__ uint64_t Keep(TopKShared& s, uint32_t k) {
   const uint32_t t = threadIdx.x, lane = t % 32, held = min(s.count, kTopKHeld);
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint64_t Keep(TopKShared& s, uint32_t k) {
   uint32_t shift = different >> 32 ? 64 - __clz(static_cast<uint32_t>(different >> 32))
                                    : 32 - __clz(static_cast<uint32_t>(different));
   uint32_t wanted = k;
-  uint64_t bound = shift == 64 ? 0 : some >> shift << shift;  // its bits from `shift` on are those of the k-th largest
+  uint64_t bound = shift == 64 ? 0 : some >> shift << shift;  // equal to the k-th largest from bit `shift` on
   do {
     const uint32_t next = shift > kTopKDigit ? shift - kTopKDigit : 0;
 #pragma unroll

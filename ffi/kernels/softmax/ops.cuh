@@ -1,4 +1,4 @@
-// The arithmetic of the softmax family: what an Op is, and the Op of the forward pass. gradients.cuh has those of the gradients.
+// The arithmetic of the softmax family: what an Op is, and the Op of the forward pass. The Ops of gradients are in gradients.cuh.
 // Device functions only; these files have no kernels and access no global memory.
 //
 //     forward    softmax       y  = exp(x - max) / sum(exp(x - max))
