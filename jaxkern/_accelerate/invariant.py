@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from jaxkern._accelerate import loops, memory, rows
+from jaxkern._accelerate import inlining, loops, memory, rows
 from jaxkern._accelerate.equations import CHEAP, REDUCING, bytes_of, is_variable, size_of, variables
 from jaxkern._accelerate.functions import MARKS
 from jaxkern._core import (
@@ -99,7 +99,7 @@ class _Body:
     def __init__(self, scan):
         self.scan, (self.jaxpr, _) = scan, jaxprs.called_jaxpr(scan)
         self.consts, _ = compat.counts_of_scan(scan.params)
-        equations, self.results, _ = rows.inlined(self.jaxpr, {}, set())
+        equations, self.results, _ = inlining.inlined(self.jaxpr, {}, set())
         self._find_fixed(equations)
         self.readers: dict = {}
         for e in self.equations:

@@ -13,11 +13,9 @@ import math
 import typing
 
 import jax
-from jax.extend.core import Literal
 
-from jaxkern._accelerate import cost, cuts, memory, regions, tune
-from jaxkern._accelerate.equations import FUSED, REDUCING, bytes_of, is_variable, size_of, variables
-from jaxkern._accelerate.functions import MARKS
+from jaxkern._accelerate import cost, cuts, inlining, lifting, memory, regions, tune
+from jaxkern._accelerate.equations import FUSED, bytes_of, is_variable, size_of, variables
 from jaxkern._core import (
     algorithms,
     compat,
@@ -26,12 +24,9 @@ from jaxkern._core import (
     decisions,
     device,
     environment,
-    memo,
     switch,
 )
 from jaxkern._core.cpp import ELEMENTWISE, Unsupported
-from jaxkern._core.define import references
-from jaxkern._core.jaxprs import CALLS, CUSTOM, called_jaxpr
 from jaxkern._engines.rows import plan as planning
 from jaxkern._engines.rows.function import RowFunction
 from jaxkern._engines.rows.primitive import PRIMITIVES
@@ -39,7 +34,6 @@ from jaxkern._engines.rows.primitive import PRIMITIVES
 ROWS = "rows"
 LABEL = "the region"
 LEAST = 1 << 16  # elements of the arrays of a region; fewer take no longer than launches
-MOST_INLINED = 64  # equations of a call
 SKINNY = 128  # rows or columns of an operand of a product, up to which it is as fast as the other operand is read
 MOST_APART = 512  # equations of a region where indices are computed for each use
 NEAR = 0.5  # of the kernel's time: a region for which XLA's estimate is shorter is not timed
@@ -54,15 +48,15 @@ def rewrite(module, jaxpr):
     seen, fused = known.setdefault("inlined for rows", {}), known.setdefault("operands that XLA may fuse with", {})
     if id(jaxpr) in seen or not (settings.force or "cuda" in compat_lowering.platforms(ctx) or decisions.listened()):
         return jaxpr
-    _note_calls(jaxpr, fused)
+    inlining.note_calls(jaxpr, fused)
     least = 2 if settings.force else LEAST
-    if not _reduces(least, jaxpr) or algorithms.xla_forced() or environment.xla_only():
+    if not inlining.reduces(least, jaxpr) or algorithms.xla_forced() or environment.xla_only():
         return jaxpr
     why_not = refusal(ctx, settings)
     tunes = settings.tune and not (settings.force or why_not or compat_lowering.for_export(ctx))
     marks = None
     while True:
-        equations, results, opened = inlined(jaxpr, seen, marks)
+        equations, results, opened = inlining.inlined(jaxpr, seen, marks)
         equations, found = regions.find(equations, results, least)
         program = _Program(equations, results, found, {jaxpr.invars[k] for k in fused.get(id(jaxpr), (None, ()))[1]})
         taken = program.decided(settings, why_not, tunes)
@@ -85,94 +79,6 @@ def refusal(ctx, settings) -> str:
     return switch.refusal(ctx, settings)
 
 
-def _note_calls(jaxpr, fused) -> None:
-    """Notes which operands of the functions that a jaxpr calls XLA may compute where a function reads them.
-
-    fused: {jaxpr, by its id: (jaxpr, numbers of such operands)}; it grows.
-    """
-    made = {v: e.primitive.name in FUSED for e in jaxpr.eqns for v in e.outvars}
-    own = {jaxpr.invars[k] for k in fused.get(id(jaxpr), (None, ()))[1]}
-    for e in jaxpr.eqns:
-        if e.primitive.name in (*CALLS, *CUSTOM):
-            inner, _ = called_jaxpr(e)
-            if len(inner.invars) == len(e.invars):
-                numbers = fused.setdefault(id(inner), (inner, set()))[1]
-                for k, v in enumerate(e.invars):
-                    if not isinstance(v, Literal) and (made.get(v, False) or v in own):
-                        numbers.add(k)
-
-
-# ---- inlining
-
-
-def _reduces(least, jaxpr) -> bool:
-    """Whether a jaxpr, or a call in it that is inlined, reduces an array of so many elements along one axis."""
-    for e in jaxpr.eqns:
-        name = e.primitive.name
-        if name in REDUCING:
-            if regions.reduces_rows(e, least):
-                return True
-        elif name in CALLS or name in CUSTOM or e.primitive in MARKS:
-            inner = _inner(e)
-            if inner is not None and _reduces(least, inner):
-                return True
-    return False
-
-
-def _inner(e):
-    """The jaxpr that an equation calls, if the call is inlined; of a function that is known by name, the jaxpr of its reference."""
-    if e.primitive in MARKS:
-        return _reference(e.primitive, tuple((v.aval.shape, v.aval.dtype) for v in e.invars), tuple(e.params.items()))
-    if e.primitive.name not in (*CALLS, *CUSTOM) or not compat_rewriting.is_inlinable(e):
-        return None
-    inner, consts = called_jaxpr(e)
-    return inner if not consts and not inner.constvars and len(inner.eqns) <= MOST_INLINED else None
-
-
-@memo.remembered(256)
-@switch.own_promotion
-def _reference(prim, types, params):
-    arrays = [jax.ShapeDtypeStruct(*t) for t in types]
-    return jax.make_jaxpr(lambda *xs: jax.tree.leaves(references[prim](*xs, **dict(params))))(*arrays).jaxpr
-
-
-def inlined(jaxpr, seen, marks):
-    """(equations, results, parts of marks) of a jaxpr, with small calls inlined.
-
-    seen: the jaxprs that are inlined, by their ids; it grows. marks: numbers of the functions by name that are inlined; None: all.
-    """
-    equations, parts = [], {}
-
-    def go(call, inner, env, mark):
-        read = lambda v: env.get(v, v) if is_variable(v) else v
-        for e in inner.eqns:
-            called, operands, within = _inner(e), list(map(read, e.invars)), mark
-            if call is not None:
-                own = [
-                    v if compat_rewriting.is_dropped(v) else compat_rewriting.new_variable(v.aval) for v in e.outvars
-                ]
-                env.update(zip(e.outvars, own))
-                moved = compat_rewriting.inlined_equation(call, e, operands, own)
-            else:
-                moved = e.replace(invars=operands)
-            if e.primitive in MARKS:
-                within = count[0]
-                count[0] += 1
-                called = called if marks is None or within in marks else None
-            if called is None:
-                equations.append(moved)
-                if within is not None and e.primitive not in MARKS:
-                    parts.setdefault(within, []).append(moved)
-            else:
-                seen[id(called)] = called
-                env.update(zip(e.outvars, go(moved, called, dict(zip(called.invars, operands)), within)))
-        return list(map(read, inner.outvars))
-
-    count = [0]
-    results = go(None, jaxpr, {}, None)
-    return equations, results, parts
-
-
 # ---- decisions
 
 
@@ -180,7 +86,7 @@ class _Kernel(typing.NamedTuple):
     """A region as a row function of `operands`, and what the model says of it.
 
     shape: of its rows. moved: bytes that are moved beside it. problem: why there is no kernel. lifted: the region if it is computed for
-    all rows of an array that a slice cuts; see cuts.py.
+    all rows of an array that a slice cuts; see lifting.py.
     """
 
     function: typing.Any
@@ -190,7 +96,7 @@ class _Kernel(typing.NamedTuple):
     estimate: typing.Any = None
     moved: int = 0
     problem: str = ""
-    lifted: cuts.Lifted | None = None
+    lifted: lifting.Lifted | None = None
 
 
 class _Program:
@@ -266,7 +172,7 @@ class _Program:
         own = self._planned(region, kept, operands, region.results, region.shape, self._beside(region, operands))
         best = own
         for cut, along in cuts.cuts_of(region, operands, self.outside) if best.estimate is not None else ():
-            lifted = cuts.lifted(region, kept, operands, cut, along, self.outside, self._reader)
+            lifted = lifting.lifted(region, kept, operands, cut, along, self.outside, self._reader)
             if lifted is None:
                 continue
             moved = self._beside_lifted(region, lifted)

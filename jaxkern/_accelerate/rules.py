@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxkern._accelerate import chains, gate, memory, registration
+from jaxkern._accelerate import chains, gate, memory, message, registration
 from jaxkern._accelerate import layout as layouts
 from jaxkern._accelerate.program import Program, root
 from jaxkern._core import compat, compat_lowering, decisions, environment, partition, stablehlo, switch
@@ -218,12 +218,12 @@ def _without_whole(name, ctx, indices, updates, params, settings):
 def _emit_chain(ctx, operand, indices, chain, params):
     """The message kernel in place of a scatter. Equal chains of a module share a function."""
     program = Program.of(ctx)
-    chain, cuts = chains.with_whole_arrays(chain, None if params["onto_identity"] else program.value(operand))
+    chain, cuts = message.with_whole_arrays(chain, None if params["onto_identity"] else program.value(operand))
     made: dict = {}
     arrays = [program.materialize(value, made) for value in chain.values]
     params = dict(chain=chain._replace(values=()), cuts=cuts, **params)
-    lower = switch.own_code(mlir.lower_fun(functools.partial(chains.run, **params), multiple_results=False))
-    rule = lambda ctx, *values: lower(ctx.replace(avals_in=chains.types(ctx, chain)), *values)
+    lower = switch.own_code(mlir.lower_fun(functools.partial(message.run, **params), multiple_results=False))
+    rule = lambda ctx, *values: lower(ctx.replace(avals_in=message.types(ctx, chain)), *values)
     key = tuple(params.values())
     return compat_lowering.lower_shared("jaxkern_chain", key, rule, ctx, [operand.type], operand, indices, *arrays)
 

@@ -16,40 +16,15 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from jaxkern._core import algorithms, compat, decisions, memo, partition, stablehlo, switch, validate
+from jaxkern._core import algorithms, compat, decisions, partition, stablehlo, switch, validate
 from jaxkern._core.define import primitive
-from jaxkern._core.functor import Function, of_scalars, trace
-from jaxkern._core.jaxprs import computing
 from jaxkern._core.primitive import bind
 from jaxkern._engines.loops import plan_associative
+from jaxkern._engines.loops.associative_spec import as_sums, functions_of, of_states, spec_of, sums_of, with_results
 from jaxkern._engines.loops.lowering import mark
-
-
-@dataclasses.dataclass(frozen=True)
-class Associative:
-    """What a scan computes, as Functions of scalars.
-
-    element: (xs) -> a state. combine: (earlier state, later state) -> a state. finish: (state, xs) -> ys.
-    first: the state before the first step if scans are exclusive, one number for each of its members; None if inclusive.
-    derivative: a scan with the same results, whose derivatives are used; None: use the derivatives of this scan.
-    replaced: whether it replaces a scan of a program under jaxkern.accelerate.
-    """
-
-    element: Function
-    combine: Function
-    finish: Function
-    first: tuple | None = None
-    derivative: "Associative | None" = None
-    replaced: bool = False
-
-    @property
-    def states(self) -> tuple:
-        """The dtypes of a state, computing types."""
-        return self.element.out_dtypes
 
 
 def associative_scan(
@@ -79,7 +54,7 @@ def associative_scan(
         label: the public function, for errors.
         derivative: the arguments combine, exclusive, element and finish, as a dict, of a scan with the same results that has
             better derivatives. Its functions close over no arrays.
-        replaced: see `Associative`.
+        replaced: see `Associative` (associative_spec.py).
         approximate: whether kernels compute exp2 and log of float32 with relative errors of 2^-22; the logarithm of a number
             between 0.5 and 2 has an absolute error of 2^-22.
 
@@ -91,7 +66,7 @@ def associative_scan(
     """
     xs, name = [jnp.asarray(x) for x in elems], label.removeprefix("jaxkern.") or "associative_scan"
     axis, dtypes = axis % xs[0].ndim, [x.dtype for x in xs]
-    made, captured, first = _functions(name, dtypes, combine, exclusive, element, finish)
+    made, captured, first = functions_of(name, dtypes, combine, exclusive, element, finish)
     if captured:  # arrays of one number, which these Functions take as arguments of their own
         if derivative is None and made[1].captured == len(captured):
             options = {
@@ -103,48 +78,11 @@ def associative_scan(
             }
             return associative_scan(**_of_operands(made, captured, xs, exclusive), **options)
         return _with_captured(made, captured, xs, first, axis, reverse)
-    spec = dataclasses.replace(_spec(made, first, approximate), replaced=replaced)
+    spec = dataclasses.replace(spec_of(made, first, approximate), replaced=replaced)
     if derivative is not None:
-        other, _, first = _functions(name, dtypes, **derivative)
-        spec = dataclasses.replace(spec, derivative=_spec(other, first))
+        other, _, first = functions_of(name, dtypes, **derivative)
+        spec = dataclasses.replace(spec, derivative=spec_of(other, first))
     return bind(associative_p, *xs, spec=spec, axis=axis, reverse=bool(reverse))
-
-
-def _functions(name, dtypes, combine, exclusive=None, element=None, finish=None):
-    """([element, combine, finish] as Functions, the arrays of one number that they close over, the first state)."""
-    made, captured = [], []
-
-    def scalars(f, user, dtypes, results=None):
-        f.__name__ = getattr(user, "__name__", None) or type(user).__name__
-        function, values = trace(f, dtypes, name=name, results=results, coarse=False)
-        made.append(function)
-        captured.extend(values)
-        return function
-
-    start = element or (lambda xs: list(xs))
-    states = scalars(lambda *xs: start(list(xs)), element or combine, dtypes).out_dtypes
-    n = len(states)
-    joined = scalars(lambda *ab: combine(list(ab[:n]), list(ab[n:])), combine, states * 2, n)
-    if joined.out_dtypes != states:
-        took, gave = (", ".join(d.name for d in dtypes) for dtypes in (states, joined.out_dtypes))
-        raise TypeError(f"{joined.label} takes states of {took} and must return the same, not {gave}")
-    end = finish or (lambda state, _: state)
-    scalars(lambda *sx: end(list(sx[:n]), list(sx[n:])), finish or combine, [*states, *dtypes])
-    numbers = None
-    if exclusive is not None:
-        numbers = tuple(np.asarray(c, d).item() for c, d in zip(exclusive, states, strict=True))
-    return made, captured, numbers
-
-
-def _spec(functions, first, approximate=False) -> Associative:
-    element, combine, finish = functions
-    wide, coarse = tuple(map(computing, element.out_dtypes)), "approximate" if approximate else False
-    return Associative(
-        element.with_results(wide),
-        of_scalars(combine.scalars, wide * 2, wide, combine.label, coarse),
-        of_scalars(finish.scalars, (*wide, *element.in_dtypes), finish.out_dtypes, finish.label, coarse),
-        first,
-    )
 
 
 def _of_operands(functions, captured, xs, exclusive) -> dict:
@@ -238,18 +176,8 @@ def _kept(used, equation):
     if all(used):
         return [True] * len(equation.invars), equation
     kept = tuple(k for k, own in enumerate(used) if own)
-    params = equation.params | {"spec": _with_results(equation.params["spec"], kept)}
+    params = equation.params | {"spec": with_results(equation.params["spec"], kept)}
     return [True] * len(equation.invars), equation.replace(outvars=[equation.outvars[k] for k in kept], params=params)
-
-
-@memo.remembered(64)
-def _with_results(spec, kept) -> Associative:
-    """The same scan, which stores only the results at the places `kept`."""
-    finish = spec.finish
-    results = lambda *sx: (lambda ys: [ys[k] for k in kept])(finish.scalars(*sx))
-    of_kept = of_scalars(results, finish.in_dtypes, [finish.out_dtypes[k] for k in kept], finish.label, finish.coarse)
-    derivative = spec.derivative and _with_results(spec.derivative, kept)
-    return dataclasses.replace(spec, finish=of_kept, derivative=derivative)
 
 
 def _batch(prim, xs, dims, *, spec, axis, reverse):
@@ -318,7 +246,7 @@ def _partition(prim, ctx, operands, params):
 @switch.own_code
 def _behind_others(*xs, over, spec, axis, reverse):
     """The scan of the steps of one device, behind the steps of the devices before it. over: the axes of the mesh that split them."""
-    states = bind(associative_p, *xs, spec=_of_states(spec), axis=axis, reverse=reverse)
+    states = bind(associative_p, *xs, spec=of_states(spec), axis=axis, reverse=reverse)
     last = [lax.slice_in_dim(s, *((0, 1) if reverse else (s.shape[axis] - 1, None)), axis=axis) for s in states]
     at, end = lax.axis_index(over), lax.axis_size(over) - 1
     is_first, neighbour = (at == end, jnp.minimum(at + 1, end)) if reverse else (at == 0, jnp.maximum(at - 1, 0))
@@ -345,28 +273,6 @@ def _gathered(states, over) -> list:
 # ---- derivatives
 
 
-@memo.remembered(64)
-def _sums(xs, states, ys, first) -> Associative | None:
-    """Cumulative sums in the dtypes `states`, of arrays of the dtypes `xs`, stored in the dtypes `ys`."""
-    if not len(xs) == len(states) == len(ys) or any(not jnp.issubdtype(d, jnp.inexact) for d in (*xs, *states, *ys)):
-        return None
-    n, label = len(states), "jaxkern.associative_scan: sum"
-    cast = lambda values, dtypes: [x.astype(computing(d)) for x, d in zip(values, dtypes)]
-    return Associative(
-        of_scalars(lambda *xs: cast(xs, states), xs, states, label, False),
-        of_scalars(lambda *ab: [a + b for a, b in zip(ab[:n], ab[n:])], states * 2, states, label, False),
-        of_scalars(lambda *sx: cast(sx[:n], ys), (*states, *xs), ys, label, False),
-        None if first is None else (0.0,) * n,
-    )
-
-
-def _as_sums(spec) -> Associative | None:
-    """The derivative of a scan that is a cumulative sum, which is a cumulative sum; None for any other scan."""
-    sums = _sums(spec.element.in_dtypes, spec.states, spec.finish.out_dtypes, spec.first)
-    same = sums and all(getattr(sums, k) == getattr(spec, k) for k in ("element", "combine", "finish"))
-    return sums if same else None
-
-
 def _jvp(primals, tangents, *, spec, axis, reverse):
     ys = bind(associative_p, *primals, spec=spec, axis=axis, reverse=reverse)
     dys = list(map(compat.zero_tangent, ys))
@@ -374,7 +280,7 @@ def _jvp(primals, tangents, *, spec, axis, reverse):
     if not active or not spec.finish.inexact_results or not primals[0].shape[axis]:
         return ys, dys
     spec = spec.derivative or spec
-    sums = _as_sums(spec)
+    sums = as_sums(spec)
     if sums is not None:
         given = [ad.instantiate_zeros(t) for t in tangents]
         return ys, bind(associative_p, *given, spec=sums, axis=axis, reverse=reverse)
@@ -386,14 +292,6 @@ def _jvp(primals, tangents, *, spec, axis, reverse):
     return ys, dys
 
 
-@memo.remembered(64)
-def _of_states(spec) -> Associative:
-    """The scan whose results are the states."""
-    n, types = len(spec.states), [*spec.states, *spec.element.in_dtypes]
-    finish = of_scalars(lambda *sx: sx[:n], types, spec.states, spec.finish.label, False)
-    return dataclasses.replace(spec, finish=finish, first=None)
-
-
 def _tangents(xs, dxs, active, spec, axis, reverse) -> list:
     """The tangents of the results, from a loop whose body is affine in the tangent of the state.
 
@@ -401,7 +299,7 @@ def _tangents(xs, dxs, active, spec, axis, reverse) -> list:
     de[0] in the first step.
     """
     n, real = len(spec.states), spec.element.inexact_results
-    states = bind(associative_p, *xs, spec=_of_states(spec), axis=axis, reverse=reverse)
+    states = bind(associative_p, *xs, spec=of_states(spec), axis=axis, reverse=reverse)
     length = xs[0].shape[axis]
     ahead = lambda arrays: [jnp.moveaxis(x, axis, 0) for x in arrays]
     # The first step has no state before it, and its own state stands there: derivatives at other values may be infinite.
@@ -444,7 +342,7 @@ def _transpose(cts, *xs, spec, axis, reverse):
     if all(type(ct) is ad.Zero for ct in cts):
         return [ad.Zero(x.aval) for x in xs]
     given = [ad.instantiate_zeros(ct) for ct in cts]
-    sums = _sums(spec.finish.out_dtypes, spec.states, spec.element.in_dtypes, spec.first)
+    sums = sums_of(spec.finish.out_dtypes, spec.states, spec.element.in_dtypes, spec.first)
     found = bind(associative_p, *given, spec=sums, axis=axis, reverse=not reverse)
     return [y if ad.is_undefined_primal(x) else None for x, y in zip(xs, found)]
 
