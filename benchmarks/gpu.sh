@@ -12,11 +12,14 @@
 #     PYTEST_ARGS         more arguments for pytest
 #     BENCH_ARGS          more arguments for the benchmarks of operations, such as --quick or --algorithms
 #     PROGRAM_ARGS        and for that of programs, such as --quick
-#     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel row_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse select programs"
-#                         sharding is another, for several GPUs
-#     SANITIZE_FAMILIES   lists of operations, a process each     all, in five processes
+#     OPERATIONS          which benchmarks             all, programs last; sharding too where there are several GPUs
+#     SANITIZE_FAMILIES   lists of operations, a process each     all, in seven processes
 #     SANITIZE_TOOLS      of compute-sanitizer         "memcheck racecheck initcheck synccheck"
 #     SANITIZE_ARGS       more arguments for sanitize.py, such as --wide
+#     GPUS                how many GPUs to use         all
+#
+# With several GPUs, each process of the tests, of the sanitizer and of the benchmarks has one, side by side; the tests of several
+# devices and the benchmarks of programs and of sharding come after them.
 set -u
 
 out=${1:?usage: benchmarks/gpu.sh OUT_DIR}
@@ -26,6 +29,14 @@ cd "$root" || exit 2
 
 python=${PYTHON:-python3}
 stages=${STAGES:-build tests sanitize bench}
+gpus=${GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')}
+[ "$gpus" -gt 0 ] || gpus=1
+families=${SANITIZE_FAMILIES:-softmax index_add,segment_softmax,cross_entropy messages select scan associative_scan,while_loop
+  fused,score,elementwise,elementwise_kernel,row_kernel,reduction,norm,group_norm,quantize}
+several=$([ "$gpus" -gt 1 ] && echo sharding)
+operations=${OPERATIONS:-softmax fused_softmax score elementwise elementwise_kernel row_kernel scan while_loop associative_scan
+  quantize reduction norm cross_entropy linear_cross_entropy index_add scatter select selected segment_softmax messages sparse
+  programs $several}
 tools=${SANITIZE_TOOLS:-memcheck racecheck initcheck synccheck}
 [ "${JAXKERN_SKIP_BUILD:-0}" = 1 ] && stages=${stages//build/}
 
@@ -61,10 +72,25 @@ stage() {
   printf '%-22s %-12s %5d s   %s\n' "$name" "$verdict" $((SECONDS - begin)) "$(tail -n 1 "$log" | cut -c1-110)" >>"$table"
 }
 
+# beside STAGE...: starts a stage beside the others, on the next GPU
+next=0
+beside() {
+  if [ "$gpus" -gt 1 ]; then CUDA_VISIBLE_DEVICES=$next stage "$@" & else stage "$@" & fi
+  next=$(((next + 1) % gpus))
+}
+
 for s in $stages; do
   case $s in
     build) stage build "${LIMIT_BUILD:-300}" "$python" -m pip install --no-deps ${PIP_ARGS:-} "$root" ;;
-    tests) stage tests "${LIMIT_TESTS:-900}" "$python" -m pytest -q -p no:cacheprovider tests ${PYTEST_ARGS:-} ;;
+    tests)
+      pytest=("$python" -m pytest -q -p no:cacheprovider ${PYTEST_ARGS:-})
+      if [ "$gpus" -gt 1 ]; then
+        TEST_GPUS=$gpus stage tests "${LIMIT_TESTS:-900}" "${pytest[@]}" -n $((2 * gpus)) tests --ignore-glob 'tests/test_sharding*'
+        stage tests-sharding "${LIMIT_TESTS:-900}" bash -c '"$@" tests/test_sharding*.py' _ "${pytest[@]}"
+      else
+        stage tests "${LIMIT_TESTS:-900}" "${pytest[@]}" tests
+      fi
+      ;;
     sanitize)
       sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
       if [ -z "$sanitizer" ]; then
@@ -76,13 +102,12 @@ for s in $stages; do
       # Tools and families run side by side: each process spends most of its time on the host. XLA starts ptxas for some of
       # its kernels, and a tool that watches that too ends with a segmentation fault.
       for tool in $tools; do
-        for families in ${SANITIZE_FAMILIES:-softmax index_add,segment_softmax,cross_entropy messages \
-          fused,score,elementwise,elementwise_kernel,row_kernel,reduction,norm,group_norm,quantize select}; do
-          XLA_PYTHON_CLIENT_ALLOCATOR=platform stage "sanitize-$tool-${families%%,*}" "${LIMIT_SANITIZE:-600}" \
+        for family in $families; do
+          XLA_PYTHON_CLIENT_ALLOCATOR=platform beside "sanitize-$tool-${family%%,*}" "${LIMIT_SANITIZE:-600}" \
             "$sanitizer" --tool "$tool" --target-processes application-only --error-exitcode 9 --print-limit 20 \
             $([ "$tool" = memcheck ] && echo --report-api-errors no) \
-            "$python" -m benchmarks.sanitize --only "$families" $([ "$tool" = initcheck ] && echo --honest) \
-            ${SANITIZE_ARGS:-} &
+            "$python" -m benchmarks.sanitize --only "$family" $([ "$tool" = initcheck ] && echo --honest) \
+            ${SANITIZE_ARGS:-}
         done
       done
       wait
@@ -91,15 +116,18 @@ for s in $stages; do
       stage selftest 120 "$python" -m benchmarks selftest
       stage first_use 120 "$python" -m benchmarks.first_use --out "$out/first_use.json"
       cat "$out/first_use.log"
-      # Operations side by side: they compile together and measure one at a time. Programs come last.
-      operations=${OPERATIONS:-softmax fused_softmax score elementwise elementwise_kernel row_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse select programs}
+      # Operations side by side: they compile together and measure one at a time on each GPU. Programs come last.
       for operation in $operations; do
-        [ "$operation" = programs ] && continue
-        stage "bench-$operation" "${LIMIT_BENCH:-1800}" "$python" -m benchmarks "$operation" --out "$out" ${BENCH_ARGS:-} &
+        [[ " programs sharding " == *" $operation "* ]] ||
+          beside "bench-$operation" "${LIMIT_BENCH:-1800}" "$python" -m benchmarks "$operation" --out "$out" ${BENCH_ARGS:-}
       done
       wait
-      [[ " $operations " != *" programs "* ]] ||
-        stage bench-programs "${LIMIT_BENCH:-1800}" "$python" -m benchmarks programs --out "$out" ${PROGRAM_ARGS:-}
+      for operation in $operations; do
+        case $operation in
+          programs) stage bench-programs "${LIMIT_BENCH:-1800}" "$python" -m benchmarks programs --out "$out" ${PROGRAM_ARGS:-} ;;
+          sharding) stage bench-sharding "${LIMIT_BENCH:-1800}" "$python" -m benchmarks sharding --out "$out" ;;
+        esac
+      done
       for operation in $operations; do
         grep -E '^(missed|not run|note)' "$out/bench-$operation.log" | cut -c1-160 | head -n "${MISSES:-40}"
       done

@@ -11,6 +11,9 @@ import sys
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share a GPU
 # Without a GPU, XLA's compiler for CUDA needs none of CUDA's libraries, whose versions JAX would check.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# Each worker of pytest-xdist has one of so many GPUs for itself.
+if "PYTEST_XDIST_WORKER" in os.environ and "TEST_GPUS" in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % int(os.environ["TEST_GPUS"]))
 import jaxlib.version
 
 # XLA then compiles for the CPU in half the time: older emitters, and one object file per program, where 32 compiled in
