@@ -14,15 +14,25 @@ def _real(rng, dtype, *shape):
 
 
 def newton(shape, dtype, seed=0):
-    """Square roots, and how many steps each takes. Some lanes take none, one is NaN."""
+    """Square roots, how many steps each takes, and relative errors. Some lanes take none, one is NaN.
+
+    In 16 bits the error is at most 0.014 in the end. It is carried because XLA computes JAX's condition twice, before a step and in it,
+    and may round one of them elsewhere: a lane with an error close to the tolerance would wait for ever.
+    """
     rng = np.random.default_rng(seed)
     a = _real(rng, dtype, *shape)
     if a.size > 2:
         a.flat[0], a.flat[1] = 1, np.nan
 
     def run(loop, a, tolerance):
-        going = lambda c: jnp.abs(c[0] * c[0] - a) > tolerance
-        return loop(going, lambda c: (0.5 * (c[0] + a / c[0]), c[1] + 1), (jnp.ones_like(a), 0 * jnp.int32(a)))
+        error = lambda x: jnp.abs(x * x - a) / a
+
+        def step(c):
+            x = 0.5 * (c[0] + a / c[0])
+            return x, c[1] + 1, error(x)
+
+        one = jnp.ones_like(a)
+        return loop(lambda c: c[2] > tolerance, step, (one, 0 * jnp.int32(a), error(one)))
 
     return run, [a, np.asarray(0.02 if np.dtype(dtype).itemsize == 2 else 1e-5, dtype)]
 
