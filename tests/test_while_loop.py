@@ -81,6 +81,23 @@ def test_conditions_of_nan():
     assert count.tolist() == [9, 4, 0]
 
 
+def test_conditions_are_computed_once_for_each_step(name="newton"):
+    """Without a kernel too. Where the condition was computed twice, XLA could round the two apart, and lanes waited for ever."""
+    x = np.linspace(0.2, 4, 600).astype(jnp.bfloat16)
+    tolerance = np.asarray(0.02, jnp.bfloat16)
+
+    def root(x):
+        going = lambda c: (jnp.abs(c[0] * c[0] - x) > tolerance * x) & (c[1] < 50)
+        return jaxkern.while_loop(going, lambda c: (0.5 * (c[0] + x / c[0]), c[1] + 1), (jnp.ones_like(x), 0))
+
+    for f, operands in [(root, (x,)), (jax.vmap(root), (x.reshape(20, 30),)), (tangents(root), (x,))]:
+        text = jax.jit(f).lower(*operands).as_text()
+        condition = re.search(r"stablehlo.while.*? cond {(.*?)} do {", text, re.S)[1]
+        assert "stablehlo.or" in condition and not re.search("multiply|abs|compare", condition)
+        y = np.asarray(jax.jit(f)(*operands)[0], np.float64).ravel()
+        np.testing.assert_allclose(y, np.sqrt(x.astype(np.float64)), rtol=0.02)
+
+
 def lowered(f, *operands):
     """(kernels of while loops, XLA's loops) of a program for CUDA."""
     text = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()

@@ -6,7 +6,9 @@ A loop whose body selects by the mark of the lanes' conditions becomes one kerne
 
 import functools
 
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 from jax.interpreters import mlir
 
 from jaxkern._core import algorithms, compat, compat_lowering, device, environment, registry, switch
@@ -57,6 +59,58 @@ def check(closed) -> None:
         plan.check(core, core.size)
 
 
+def _with_conditions(*operands, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts):
+    """A marked loop in JAX that carries the conditions of its lanes.
+
+    XLA would compute them once to see whether a lane goes on, and once to select the lanes that take a step. It may round the two
+    apart, as where it contracts a product and a sum in one of them, and a lane that goes on and takes no step would never end.
+    """
+    constants, of_body = operands[:cond_nconsts], operands[cond_nconsts : cond_nconsts + body_nconsts]
+    conditions = lambda carries: _evaluated(cond_jaxpr, (*constants, *carries), None)
+    goes_on = lambda state: _evaluated(cond_jaxpr, (*constants, *state[1:]), state[0])[0]
+
+    def step(state):
+        going, *carries = state
+        batches, new = goes_on(state), _evaluated(body_jaxpr, (*of_body, *carries), going)
+        if batches.ndim:  # under vmap JAX selects batches where it lowers the loop
+            new = [
+                lax.select(lax.broadcast_in_dim(batches, y.shape, range(batches.ndim)), y, x)
+                for x, y in zip(carries, new)
+            ]
+        return [going & conditions(new), *new]
+
+    init = operands[cond_nconsts + body_nconsts :]
+    return lax.while_loop(lambda state: jnp.any(goes_on(state)), step, [conditions(init), *init])[1:]
+
+
+def _evaluated(closed, operands, going):
+    """The results of a condition or a body if the conditions of its lanes are `going`; without it, these conditions."""
+    jaxpr, found, needed = closed.jaxpr, [], set()
+    marks = [e for e in jaxpr.eqns if e.primitive is lanes_p]
+    results = jaxpr.outvars if going is not None else marks[0].invars
+    needed.update(v for v in results if not isinstance(v, Literal))
+    for e in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(e.outvars) and (going is None or e.primitive is not lanes_p):
+            found.append(e)
+            needed.update(v for v in e.invars if not isinstance(v, Literal))
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *operands)))
+    env.update((e.outvars[0], going) for e in marks if going is not None)
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+    for e in reversed(found):
+        env.update(zip(e.outvars, compat.bind_equation(e, *map(read, e.invars))))
+    values = list(map(read, results))
+    return values if going is not None else values[0]
+
+
+def _may_carry_conditions(ctx, params) -> bool:
+    """Whether a loop is one that `_with_conditions` computes: marked itself, with one condition for each lane, and not in a shard_map."""
+    closed = params["cond_jaxpr"], params["body_jaxpr"]
+    marks = [[e.outvars[0].aval for e in c.jaxpr.eqns if e.primitive is lanes_p] for c in closed]
+    types = {(a.shape, a.sharding) for found in marks for a in found}
+    known = marks[0] and len(types) == 1 and not any(c.effects for c in closed)
+    return bool(known) and not any(map(compat.varying_axes, ctx.avals_in))
+
+
 def _register():
     otherwise = compat_lowering.lowering_of(lax.while_p)
 
@@ -69,6 +123,8 @@ def _register():
                 elif platform == "cuda" and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
                     with lowering.left_to_xla(ctx, params["cond_jaxpr"], lanes_p):
                         found = lowering.emit(ctx, operands, find(ctx, operands, params, LABEL), TARGET)
+        if found is None and _may_carry_conditions(ctx, params):
+            found = switch.own_code(mlir.lower_fun(functools.partial(_with_conditions, **params)))(ctx, *operands)
         return otherwise(ctx, *operands, **params) if found is None else found
 
     registry.register_cuda_target(TARGET)
