@@ -204,6 +204,7 @@ REFUSED = {
     "quotient of integers": lambda c, h, x: ([h[0] // 2 + 1], []),
     "real of an integer": lambda c, h, x: ([h[0] * 3 + 1, h[1] + h[0].astype(float)], []),
     "flag": lambda c, h, x: ([x[0] > 0], []),
+    "three operands": lambda c, h, x: ([lax.clamp(-1.0, h[0] + x[0], 1.0)], []),
     "five": lambda c, h, x: ([*h[1:], x[0] * h[0]], []),
 }
 
