@@ -59,6 +59,9 @@ if not ON_GPU:  # XLA does not make its own code for the CPU fast, nor do the pr
 
 def pytest_addoption(parser):
     parser.addoption("--programs", type=int, default=5, help="how many programs each test of random programs makes")
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="of the cases of each test, the first and every Nth after it"
+    )
     parser.addoption("--seed", type=int, default=0, help="of random programs")
     parser.addoption("--golden", default="compare", help="write launch lists to tests/golden/ (write) or to a folder")
 
@@ -79,10 +82,12 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: "process" not in item.keywords)
+    every = config.getoption("every")
+    sweep = lambda item: 1 if ON_GPU or "sweep" not in item.keywords else item.get_closest_marker("sweep").args[0]
+    left_out = {item for item, number in _numbered(items) if number % (every * sweep(item))}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     if not ON_GPU:
-        left_out = {item for item, number in _numbered(items) if number % item.get_closest_marker("sweep").args[0]}
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -107,17 +112,20 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_sessionfinish(session):
-    session.config.golden.finish(keep=bool(session.config.getoption("keyword")))
+    session.config.golden.finish(
+        keep=bool(session.config.getoption("keyword") or session.config.getoption("every") > 1)
+    )
     gc.freeze()  # pytest collects garbage five times at its end, which would walk through all that JAX has kept
 
 
 def _numbered(items):
-    """(item, its number among the cases of its test) of tests that are marked with `sweep`."""
+    """(item, its number among the cases of its test) of test functions that start no process."""
     seen = collections.Counter()
     for item in items:
-        if item.get_closest_marker("sweep"):
-            yield item, seen[item.function]
-            seen[item.function] += 1
+        function = getattr(item, "function", None)
+        if function is not None and "process" not in item.keywords:
+            yield item, seen[function]
+            seen[function] += 1
 
 
 @pytest.fixture(autouse=not ON_GPU)

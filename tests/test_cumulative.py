@@ -71,6 +71,7 @@ def x64():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "int32", "int8", "uint16", "bool"])
 @every_operation
+@pytest.mark.sweep(3)
 def test_values(name, dtype):
     if dtype == "bool" and name not in ("cumsum", "cumprod"):
         with pytest.raises(TypeError, match=rf"jaxkern.{name}: x must be real"):

@@ -153,7 +153,7 @@ def close(found, wanted, dtype, atol):
         ((6, 4), 0),
     ],
 )
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 def test_axes(name, dtype, shape, axis):
     check(name, shape, dtype, None if len(shape) == 1 else "float32", axis, residual=len(shape) == 3)
 

@@ -42,6 +42,7 @@ def lowered(f, *args):
 @pytest.mark.parametrize("index", ["int32", "uint32", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.sweep(5)
 def test_values(sizes, dtype, index):
     args = arguments(dtype, SIZES[sizes], index)
     f = jax.jit(lambda *args: (experts(*args), gradients(*args)))

@@ -55,6 +55,7 @@ def gradients(f, args):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.sweep(3)
 def test_against_the_function_in_float64(name, dtype, x64):
     f, kinds, differentiable = FUNCTIONS[name]
     for seed, shape in enumerate(SHAPES[: 1 if name == "causal" else None]):
