@@ -108,7 +108,9 @@ def _may_carry_conditions(ctx, params) -> bool:
     marks = [[e.outvars[0].aval for e in c.jaxpr.eqns if e.primitive is lanes_p] for c in closed]
     types = {(a.shape, a.sharding) for found in marks for a in found}
     known = marks[0] and len(types) == 1 and not any(c.effects for c in closed)
-    return bool(known) and not any(map(compat.varying_axes, ctx.avals_in))
+    # Batches are selected whatever their arrays are split by, and selections of explicit meshes are not.
+    split = closed[0].out_avals[0].ndim and any(any(a.sharding.spec) for a in ctx.avals_in)
+    return bool(known) and not split and not any(map(compat.varying_axes, ctx.avals_in))
 
 
 def _register():
