@@ -28,9 +28,19 @@ mlir.register_lowering = _register
 
 import emulated  # noqa: E402
 
-from jaxkern._core import launch  # noqa: E402
+from jaxkern._core import compat_lowering, launch  # noqa: E402
 
-lower = launch.lower
+lower, lowering_rule = launch.lower, compat_lowering.lowering_rule
+_plain = {}
+
+
+def _rule_for_cpu(prim, platform):
+    """JAX's own rule for the CPU: XLA for CPUs cannot compile the scan operation that JAX makes of a cumsum on a GPU."""
+    if platform not in ("cpu", "cuda"):
+        return lowering_rule(prim, platform)
+    if prim not in _plain:
+        _plain[prim] = lowering_rule(prim, "cpu")
+    return _plain[prim]
 
 
 def _compiles(plan) -> bool:
@@ -59,3 +69,8 @@ def _lower(ctx, operation, plan, operands, **options):
 
 
 launch.lower = _lower
+compat_lowering.lowering_rule = _rule_for_cpu
+
+from jaxkern._accelerate import loops  # noqa: E402
+
+loops.is_for_cuda = lambda ctx: True

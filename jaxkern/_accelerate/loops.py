@@ -37,6 +37,11 @@ def _left(module) -> dict:
     return compat_lowering.of_module(module).setdefault("scans that are left", {})
 
 
+def is_for_cuda(ctx) -> bool:
+    """Whether a loop that is lowered is for CUDA; tests replace this function, to run kernels on a CPU."""
+    return "cuda" in compat_lowering.platforms(ctx)
+
+
 def _line(ctx) -> str:
     return decisions.source_of(compat.frames(ctx.traceback))
 
@@ -71,7 +76,7 @@ def _take(operation, plain, ctx, avals, decision, read, decide, emit):
     size = sum(map(stablehlo.size, (*avals, *ctx.avals_out))) if taken else 0
     if not record(taken, why, bytes=size):
         return plain()
-    if "cuda" in compat_lowering.platforms(ctx):
+    if is_for_cuda(ctx):
         return emit(loop)
     return lowering.by_xla(loop) if loop.counted else plain()
 
