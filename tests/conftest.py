@@ -7,6 +7,7 @@ import itertools
 import os
 import pathlib
 import sys
+import zlib
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share a GPU
 # Without a GPU, XLA's compiler for CUDA needs none of CUDA's libraries, whose versions JAX would check.
@@ -60,7 +61,11 @@ if not ON_GPU:  # XLA does not make its own code for the CPU fast, nor do the pr
 def pytest_addoption(parser):
     parser.addoption("--programs", type=int, default=5, help="how many programs each test of random programs makes")
     parser.addoption(
-        "--every", type=int, default=1, metavar="N", help="of the cases of each test, the first and every Nth after it"
+        "--every",
+        type=int,
+        default=1 if ON_GPU or EMULATED else 2,
+        metavar="N",
+        help="of the cases of each test, the first and one in N of the others; by default all with a GPU, and else half of them",
     )
     parser.addoption("--seed", type=int, default=0, help="of random programs")
     parser.addoption("--golden", default="compare", help="write launch lists to tests/golden/ (write) or to a folder")
@@ -82,9 +87,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: "process" not in item.keywords)
-    every = config.getoption("every")
-    sweep = lambda item: 1 if ON_GPU or "sweep" not in item.keywords else item.get_closest_marker("sweep").args[0]
-    left_out = {item for item, number in _numbered(items) if number % (every * sweep(item))}
+    seen = collections.Counter()
+    left_out = {item for item in items if not _is_chosen(item, config.getoption("every"), seen)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     if not ON_GPU:
@@ -105,6 +109,11 @@ def pytest_pyfunc_call(pyfuncitem):
     return result
 
 
+def pytest_report_header(config):
+    every = config.getoption("every")
+    return f"of the cases of each test, one in {every} (--every 1: all)" if every > 1 else None
+
+
 def pytest_terminal_summary(terminalreporter):
     if EMULATED and kernels_on_cpu.REFUSED:
         terminalreporter.section("kernels that the host does not compile: their references ran")
@@ -118,14 +127,20 @@ def pytest_sessionfinish(session):
     gc.freeze()  # pytest collects garbage five times at its end, which would walk through all that JAX has kept
 
 
-def _numbered(items):
-    """(item, its number among the cases of its test) of test functions that start no process."""
-    seen = collections.Counter()
-    for item in items:
-        function = getattr(item, "function", None)
-        if function is not None and "process" not in item.keywords:
-            yield item, seen[function]
-            seen[function] += 1
+def _is_chosen(item, every, seen) -> bool:
+    """Whether a case of a test runs. seen: how many cases of each test were asked for; it grows.
+
+    Launch lists are all made, and so are programs of many seconds. A sweep takes every nth case where all run the same code. Of other
+    tests it is one in `every`, by a checksum of its name, so that each value of each parameter is there.
+    """
+    function = getattr(item, "function", None)
+    number, seen[function] = seen[function], seen[function] + 1
+    sweep = item.get_closest_marker("sweep")
+    if sweep and not ON_GPU:
+        return number % max(every, sweep.args[0]) == 0
+    if number == 0 or function is None or "process" in item.keywords or item.path.stem.endswith("_plan"):
+        return True
+    return zlib.crc32(item.name.encode()) % every == 0
 
 
 @pytest.fixture(autouse=not ON_GPU)
