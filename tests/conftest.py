@@ -63,9 +63,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--every",
         type=int,
-        default=1 if ON_GPU or EMULATED else 2,
+        default=1 if ON_GPU or EMULATED else 3,
         metavar="N",
-        help="of the cases of each test, the first and one in N of the others; by default all with a GPU, and else half of them",
+        help="of the cases of each test, the first and one in N of the others; N is 1 by default with a GPU, and else 3",
     )
     parser.addoption("--seed", type=int, default=0, help="of random programs")
     parser.addoption("--golden", default="compare", help="write launch lists to tests/golden/ (write) or to a folder")

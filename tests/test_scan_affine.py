@@ -90,6 +90,7 @@ OPERATIONS = {
     "switch": lambda a, b, x, y: lax.switch((y * 3).astype(int), [lambda a: a, lambda a: -a, lambda a: a * 0.3], a),
     "call": lambda a, b, x, y: jax.jit(lambda a: halved(a) + x)(a),
     "pass": lambda a, b, x, y: lax.stop_gradient(a),
+    "barrier": lambda a, b, x, y: (lambda u, v, w: u - 0.5 * v + w)(*lax.optimization_barrier((a, b, x))),
 }
 
 
@@ -120,6 +121,14 @@ def test_random_bodies(made, is_complex, seed):
     number = lambda *shape: rng.uniform(-0.9, 0.9, shape)
     carries = [number() + 1j * number() if is_complex else number() for _ in range(count)]
     agree(body, [number(), number()], carries, [number(STEPS), number(STEPS)])
+
+
+def test_barriers_of_several():
+    def body(c, h, x):
+        u, v = lax.optimization_barrier((h[0] * 0.5, h[1] * x[0]))
+        return [u + v, lax.optimization_barrier((x[0], v, u))[1]], [v]
+
+    agree(body, [], [0.3, 0.7], [np.linspace(-0.9, 0.9, STEPS)])
 
 
 BODIES = {
@@ -204,6 +213,7 @@ REFUSED = {
     "quotient of integers": lambda c, h, x: ([h[0] // 2 + 1], []),
     "real of an integer": lambda c, h, x: ([h[0] * 3 + 1, h[1] + h[0].astype(float)], []),
     "flag": lambda c, h, x: ([x[0] > 0], []),
+    "several results": lambda c, h, x: ([lax.fori_loop(0, 3, lambda i, v: v * 0.5, h[0] + x[0])], []),
     "three operands": lambda c, h, x: ([lax.clamp(-1.0, h[0] + x[0], 1.0)], []),
     "five": lambda c, h, x: ([*h[1:], x[0] * h[0]], []),
 }

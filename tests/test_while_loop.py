@@ -81,7 +81,7 @@ def test_conditions_of_nan():
     assert count.tolist() == [9, 4, 0]
 
 
-def test_conditions_are_computed_once_for_each_step(name="newton"):
+def test_conditions_are_computed_once_for_each_step():
     """Without a kernel too. Where the condition was computed twice, XLA could round the two apart, and lanes waited for ever."""
     x = np.linspace(0.2, 4, 600).astype(jnp.bfloat16)
     tolerance = np.asarray(0.02, jnp.bfloat16)

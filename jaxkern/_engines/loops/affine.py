@@ -93,7 +93,9 @@ class _Reader:
             return [self._select(forms[0], cases) for cases in zip(*branches)]
         if name == "select_n":
             return [self._select(forms[0], forms[1:])]
-        if None in forms or len(forms) > 2:
+        if name == "optimization_barrier":
+            return forms
+        if None in forms or len(forms) > 2 or len(e.outvars) > 1:
             return [None] * len(e.outvars)
         return [self._linear(e, name, *forms)]
 
