@@ -16,7 +16,7 @@
 #     SANITIZE_FAMILIES   lists of operations, a process each     all, in seven processes
 #     SANITIZE_TOOLS      of compute-sanitizer         "memcheck racecheck initcheck synccheck"
 #     SANITIZE_ARGS       more arguments for sanitize.py, such as --wide
-#     GPUS                how many GPUs to use         all
+#     GPUS                how many GPUs to use         all, or all of CUDA_VISIBLE_DEVICES
 #
 # With several GPUs, each process of the tests, of the sanitizer and of the benchmarks has one, side by side; the tests of several
 # devices and the benchmarks of programs and of sharding come after them.
@@ -29,8 +29,10 @@ cd "$root" || exit 2
 
 python=${PYTHON:-python3}
 stages=${STAGES:-build tests sanitize bench}
-gpus=${GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')}
+IFS=, read -ra devices <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}"
+gpus=${GPUS:-${#devices[@]}}
 [ "$gpus" -gt 0 ] || gpus=1
+[ "${#devices[@]}" -ge "$gpus" ] || devices=($(seq 0 $((gpus - 1))))
 families=${SANITIZE_FAMILIES:-softmax index_add,segment_softmax,cross_entropy messages select scan associative_scan,while_loop
   fused,score,elementwise,elementwise_kernel,row_kernel,reduction,norm,group_norm,quantize}
 several=$([ "$gpus" -gt 1 ] && echo sharding)
@@ -75,7 +77,7 @@ stage() {
 # beside STAGE...: starts a stage beside the others, on the next GPU
 next=0
 beside() {
-  if [ "$gpus" -gt 1 ]; then CUDA_VISIBLE_DEVICES=$next stage "$@" & else stage "$@" & fi
+  if [ "$gpus" -gt 1 ]; then CUDA_VISIBLE_DEVICES=${devices[next]} stage "$@" & else stage "$@" & fi
   next=$(((next + 1) % gpus))
 }
 
@@ -85,7 +87,7 @@ for s in $stages; do
     tests)
       pytest=("$python" -m pytest -q -p no:cacheprovider ${PYTEST_ARGS:-})
       if [ "$gpus" -gt 1 ]; then
-        TEST_GPUS=$gpus stage tests "${LIMIT_TESTS:-900}" "${pytest[@]}" -n $((2 * gpus)) tests --ignore-glob 'tests/test_sharding*'
+        TEST_GPUS=$(IFS=,; echo "${devices[*]:0:gpus}") stage tests "${LIMIT_TESTS:-900}" "${pytest[@]}" -n $((2 * gpus)) tests --ignore-glob 'tests/test_sharding*'
         stage tests-sharding "${LIMIT_TESTS:-900}" bash -c '"$@" tests/test_sharding*.py' _ "${pytest[@]}"
       else
         stage tests "${LIMIT_TESTS:-900}" "${pytest[@]}" tests

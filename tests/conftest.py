@@ -12,9 +12,10 @@ import zlib
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share a GPU
 # Without a GPU, XLA's compiler for CUDA needs none of CUDA's libraries, whose versions JAX would check.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-# Each worker of pytest-xdist has one of so many GPUs for itself.
+# Workers of pytest-xdist share out the GPUs of this list, one for each worker.
 if "PYTEST_XDIST_WORKER" in os.environ and "TEST_GPUS" in os.environ:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % int(os.environ["TEST_GPUS"]))
+    gpus = os.environ["TEST_GPUS"].split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["PYTEST_XDIST_WORKER"][2:]) % len(gpus)]
 import jaxlib.version
 
 # XLA then compiles for the CPU in half the time: older emitters, and one object file per program, where 32 compiled in
@@ -130,8 +131,9 @@ def pytest_sessionfinish(session):
 def _is_chosen(item, every, seen) -> bool:
     """Whether a case of a test runs. seen: how many cases of each test were asked for; it grows.
 
-    Launch lists are all made, and so are programs of many seconds. A sweep takes every nth case where all run the same code. Of other
-    tests it is one in `every`, by a checksum of its name, so that each value of each parameter is there.
+    All launch lists are made, and tests that start processes all run. A sweep takes every nth case, since its cases run the same code
+    without a GPU. Of other tests the first case runs, and one in `every` by a checksum of its name: every nth case could miss a value of a
+    parameter altogether.
     """
     function = getattr(item, "function", None)
     number, seen[function] = seen[function], seen[function] + 1

@@ -50,5 +50,14 @@ def test_all_is_run(gpus, commands):
 
     tests = [line for line in noted if "-m pytest" in line]
     assert len(tests) == gpus and all(line.startswith("all") for line in tests)
-    assert gpus == 1 or (" 2 -m" in tests[0] and "-n 4" in tests[0] and "tests/test_sharding.py" in tests[1])
+    assert gpus == 1 or (" 0,1 -m" in tests[0] and "-n 4" in tests[0] and "tests/test_sharding.py" in tests[1])
     assert table.count(" passed ") == len(noted)
+
+
+def test_gpus_that_are_visible_are_used(commands):
+    noted, _ = commands(CUDA_VISIBLE_DEVICES="5,7", STAGES="tests bench", OPERATIONS="softmax norm")
+    assert {line.split()[0] for line in noted if "benchmarks softmax" in line or "benchmarks norm" in line} == {
+        "5",
+        "7",
+    }
+    assert any(line.startswith("5,7 5,7 -m pytest") for line in noted)

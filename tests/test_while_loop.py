@@ -82,7 +82,7 @@ def test_conditions_of_nan():
 
 
 def test_conditions_are_computed_once_for_each_step():
-    """Without a kernel too. Where the condition was computed twice, XLA could round the two apart, and lanes waited for ever."""
+    """Without a kernel too. If it is computed twice, XLA may round the two differently, and a lane may never end."""
     x = np.linspace(0.2, 4, 600).astype(jnp.bfloat16)
     tolerance = np.asarray(0.02, jnp.bfloat16)
 

@@ -16,8 +16,8 @@ def _real(rng, dtype, *shape):
 def newton(shape, dtype, seed=0):
     """Square roots, how many steps each takes, and relative errors. Some lanes take none, one is NaN.
 
-    In 16 bits the error is at most 0.014 in the end. It is carried because XLA computes JAX's condition twice, before a step and in it,
-    and may round one of them elsewhere: a lane with an error close to the tolerance would wait for ever.
+    In 16 bits the error is at most 0.014 in the end. It is carried because XLA computes the condition of JAX's loop twice, and may
+    round the two differently: a lane whose error is close to the tolerance would never end.
     """
     rng = np.random.default_rng(seed)
     a = _real(rng, dtype, *shape)

@@ -7,7 +7,7 @@ chains.py         gathers and arithmetic before a scatter, as one message kernel
 loops.py          scans and while loops
 cumulative.py     cumulative operations and `lax.associative_scan`
 replace.py        puts functions in place of others: of functions.py and attention.py, by their arguments (arguments.py)
-passes.py         the pass over jaxprs: rows.py (inlining.py and regions.py find rows, cuts.py and lifting.py those of slices), then
+passes.py         the pass over jaxprs: rows.py (inlining.py and regions.py find rows, cuts.py and lifting.py find rows of slices), then
                   selections.py (top_k, sorts, searches, counts; parts.py, searches.py, counts.py find them, calls.py computes them)
 gate.py           which cases are taken, by what was measured; selection_gate.py for selections
 """

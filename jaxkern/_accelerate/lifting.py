@@ -19,8 +19,8 @@ class Lifted:
     """A region that is computed for all rows.
 
     equations, operands, results, shape: of the region. before: equations that make operands. after: equations that make the results
-    of the region as the program has them. gone: values of the program that nothing makes any more. padded: those of `results` that are
-    whole arrays of the program, {result: the program's value}. extended: operands that are made longer.
+    of the region as the program has them. gone: values of the program that nothing makes any more. padded: for each result
+    that is a whole array of the program, that array, {result: the program's value}. extended: operands that are made longer.
     """
 
     equations: list

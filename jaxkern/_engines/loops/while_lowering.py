@@ -62,8 +62,8 @@ def check(closed) -> None:
 def _with_conditions(*operands, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts):
     """A marked loop in JAX that carries the conditions of its lanes.
 
-    XLA would compute them once to see whether a lane goes on, and once to select the lanes that take a step. It may round the two
-    apart, as where it contracts a product and a sum in one of them, and a lane that goes on and takes no step would never end.
+    XLA would compute them once to see whether a lane goes on, and once to select the lanes that take a step. It may round them
+    differently, for example by contracting a product and a sum in only one. A lane that goes on but takes no step would never end.
     """
     constants, of_body = operands[:cond_nconsts], operands[cond_nconsts : cond_nconsts + body_nconsts]
     conditions = lambda carries: _evaluated(cond_jaxpr, (*constants, *carries), None)
