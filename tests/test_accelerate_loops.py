@@ -148,7 +148,7 @@ TAKEN = {
     "their gradient": (loss(stored, (0, 1)), (X[0], LONG), 2),
     "vmap of their gradient": (jax.vmap(loss(stored, (0, 1)), (0, 1)), (X[0], LONG), 2),
     "gradient of an array that the loop reads and writes": (
-        loss(lambda x: lax.fori_loop(3, 80, lambda i, y: y.at[i].set(jnp.sin(y[i - 3]) - y[i - 1] * x[i]), x)),
+        loss(lambda x: lax.fori_loop(3, 80, lambda i, y: y.at[i].set(jnp.sin(y[i - 3]) / 2 - y[i - 1] * x[i] / 4), x)),
         (LONG,),
         2,
     ),

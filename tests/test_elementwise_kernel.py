@@ -519,3 +519,15 @@ def test_lowering():
     assert re.search(r"^operation jaxkern_elementwise_kernel\(bfloat16\[64,128\], .*, strided$", forward, re.M)
     assert re.search(r"^operation jaxkern_elementwise_kernel\(.*, summed$", backward, re.M)
     assert text == jax.jit(f).trace(x, x, b).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_product_can_be_rounded_before_a_sum(dtype):
+    """The compiler makes one fma of the product and the sum, unless the product is rounded to the type that it has."""
+    with compat.enable_x64(dtype == "float64"):
+        x, y = np.random.default_rng(0).normal(size=(2, 4096)).astype(dtype)
+        info = jnp.finfo(dtype)
+        error = jaxkern.elementwise_kernel(lambda x, y, z: lax.reduce_precision(x * y, info.nexp, info.nmant) - z)
+        assert not np.any(error(x, y, x * y))
+        assert np.any(jaxkern.elementwise_kernel(lambda x, y, z: x * y - z)(x, y, x * y))

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import inspect
 import pathlib
 
 __version__ = "0.2.0"
@@ -18,7 +19,9 @@ def folders() -> list[str]:
 def publish(module: str, *objects) -> None:
     """Names objects of private modules after the public `module` that imports them: in `help`, in `repr` and in pickles."""
     for x in objects:
-        x.__module__ = module
+        members = vars(x).values() if isinstance(x, type) else ()  # Python 3.12.3 shows where methods come from, too
+        for named in (x, *(f for f in members if inspect.isfunction(f))):
+            named.__module__ = module
 
 
 def find_installed() -> None:

@@ -48,7 +48,8 @@ def rounded(x, dtype, mark=None, finite=None):
         return x.astype(dtype)
     if mark is None:
         # The sum is rounded to the nearest integer, which is in its low bits: kernels have few units that round and convert.
-        q = lax.bitcast_convert_type(x + np.float32(1.5 * 2**23), jnp.int32)
+        # x is rounded before, as elsewhere: halves of the largest number are ties.
+        q = lax.bitcast_convert_type(lax.reduce_precision(x, 8, 23) + np.float32(1.5 * 2**23), jnp.int32)
     else:  # XLA:CPU would contract a product and the sum here and not there: the same number could round to either side
         q = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
     return (q if fast(mark) else jnp.where(x == x if finite is None else finite, q, 0)).astype(jnp.int8)

@@ -166,10 +166,15 @@ template <class T> JAXKERN_FN float round_float16(T x) { return from_float16_bit
 
 template <class To, class From> JAXKERN_FN To bitcast_convert_type(From x) { return BitsAs<To>(x); }
 
-// Rounds to this many bits of exponent and mantissa; what is too large becomes infinite, what is subnormal 0.
+// Rounds to this many bits of exponent and mantissa; what is too large becomes infinite, what is subnormal 0. With all bits of its
+// type, x is a product, say, that is rounded before something is added to it: the addition of -0 keeps the compiler from one fma.
 template <int kExponent, int kMantissa, class T> JAXKERN_FN T reduce_precision(T x) {
   using B = Bits<T>;
   constexpr int kOwnMantissa = sizeof(T) == 8 ? 52 : 23, kOwnExponent = kBits<T> - 1 - kOwnMantissa;
+#ifdef __CUDA_ARCH__
+  if constexpr (kMantissa >= kOwnMantissa && sizeof(T) == 8) return __dadd_rn(x, -0.0);
+  else if constexpr (kMantissa >= kOwnMantissa && sizeof(T) == 4) x = __fadd_rn(x, -0.0f);
+#endif
   constexpr B kSign = B(1) << (kBits<T> - 1), kField = (B(1) << (kBits<T> - 1)) - (B(1) << kOwnMantissa);
   B bits = BitsAs<B>(x);
   if constexpr (kMantissa < kOwnMantissa) {
