@@ -182,15 +182,34 @@ def hidden_layers(x, w, v, norm):
     return jnp.square(jax.nn.relu(rms_norm(y @ v, norm))).mean()
 
 
+def normed_twice(x, w, v, norm):
+    """A relu between two norms; the gradient of the first norm's scale alone reads the mask, in a kernel of XLA that reads x."""
+    return jnp.square(rms_norm(jax.nn.relu(rms_norm(x, norm)) @ w, norm)).mean()
+
+
+def layer_norm(x, w):
+    centered = x - x.mean(-1, keepdims=True)
+    return centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6) * w
+
+
+def centered_twice(x, w, v, norm):
+    return jnp.square(layer_norm(jax.nn.relu(layer_norm(x, norm)) @ w, norm)).mean()
+
+
 @needs_xla
 @needs_kernels
 @pytest.mark.optimized
-def test_masks_of_relus_are_not_stored():
-    args = spec(1 << 15, 1024), spec(1024, 1024), spec(1024, 1024), spec(1024)
-    found = compiled.compare(jax.grad(hidden_layers, (1, 2, 3)), *args)
+@pytest.mark.parametrize(
+    "f, dtype", [(hidden_layers, "float32"), (normed_twice, "float32"), (centered_twice, "bfloat16")]
+)
+def test_masks_of_relus_are_not_stored(f, dtype):
+    args = [spec(*shape, dtype=dtype) for shape in ((1 << 15, 1024), (1024, 1024), (1024, 1024), (1024,))]
+    found = compiled.compare(jax.grad(f, (1, 2, 3)), *args)
     plain, own = found["plain"], found["accelerated"]
     assert any("jaxkern" in s.op for s in own.steps)
-    assert own.temporary <= LARGER * plain.temporary and own.moved <= plain.moved, (own.temporary, plain.temporary)
+    # Beside plain's memory: partial sums of the gradient of a scale.
+    assert own.temporary <= LARGER * plain.temporary + own.workspace, (own.temporary, plain.temporary)
+    assert own.moved <= 1.001 * plain.moved, (own.moved, plain.moved)  # numbers of rows are stored, too
 
 
 def oscillators(state, damping):

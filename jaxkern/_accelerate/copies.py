@@ -1,5 +1,6 @@
 """Values that a reader computes again from others, instead of reading them from memory."""
 
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jaxkern._accelerate.equations import (
     COMPARISONS,
     DTYPES,
     FUSED,
+    REDUCING,
     bytes_of,
     is_renamed,
     is_variable,
@@ -118,19 +120,74 @@ class Copies:
 
     def beside(self, equations) -> list:
         """The equations with copies of what those outside of regions compute again, in front of them."""
+        reads = Reads(equations, self.stored, self.owner)
+        candidates = [
+            (k, e, v) for k, e in enumerate(equations) if reads.is_fused(e) for v in dict.fromkeys(variables(e))
+        ]
+        candidates = [(k, e, v) for k, e, v in candidates if v in self.owner and self.owner[v].is_row(v)]
+        if not candidates:
+            return equations
+        reads.find(self._exists)
+        copies: dict = {}  # {equation, by its id: the equations that compute again what it reads}
+        for _, e, v in sorted(candidates, key=lambda c: (-bytes_of(c[2]), c[0])):
+            leaves, copied = self.again(v, read=reads.of(e))
+            self.stored.update(leaves)
+            reads.add(e, leaves)
+            copies.setdefault(id(e), []).append(copied)
         found = []
         for e in equations:
-            outside = e.primitive.name in FUSED and not any(v in self.owner for v in e.outvars)
             own: dict = {}
-            for v in variables(e) if outside else ():
-                if v in self.owner and self.owner[v].is_row(v):
-                    leaves, copied = self.again(v)
-                    self.stored.update(leaves)
-                    for c in copied:
-                        (out,) = c.outvars
-                        if out not in own:
-                            operands = [own.get(x, x) if is_variable(x) else x for x in c.invars]
-                            own[out] = compat_rewriting.new_variable(out.aval)
-                            found.append(c.replace(invars=operands, outvars=[own[out]]))
+            for c in itertools.chain.from_iterable(copies.get(id(e), ())):
+                (out,) = c.outvars
+                if out not in own:
+                    operands = [own.get(x, x) if is_variable(x) else x for x in c.invars]
+                    own[out] = compat_rewriting.new_variable(out.aval)
+                    found.append(c.replace(invars=operands, outvars=[own[out]]))
             found.append(e.replace(invars=[own.get(x, x) if is_variable(x) else x for x in e.invars]) if own else e)
         return found
+
+
+class Reads:
+    """The arrays that each kernel of XLA reads in any case, by the equations that it fuses.
+
+    An equation outside of regions is computed in the kernels of all results that depend on it, through equations that XLA fuses.
+    A kernel ends at a reduction, and at a value that is stored.
+    """
+
+    def __init__(self, equations, stored, owner):
+        self._equations, self._stored, self._owner = equations, stored, owner
+        self._kernels: dict = {}  # {an equation, by its id: the kernels that compute it, as bits}
+        self._read: list = []  # of each kernel
+
+    def is_fused(self, e) -> bool:
+        return e.primitive.name in FUSED and not any(v in self._owner for v in e.outvars)
+
+    def find(self, exists) -> None:
+        """exists: whether an array is in memory whatever reads it."""
+        needed: dict = {}  # {value: the kernels that compute what is fused with it, as bits}
+        for e in reversed(self._equations):
+            if not self.is_fused(e):
+                continue
+            own = 0
+            for v in e.outvars:
+                own |= needed.get(v, 0)
+            if not own or e.primitive.name in REDUCING or any(v in self._stored for v in e.outvars):
+                own = 1 << len(self._read)
+                self._read.append(set())
+            self._kernels[id(e)] = own
+            for v in variables(e):
+                needed[v] = needed.get(v, 0) | own
+            self.add(e, filter(exists, variables(e)))
+
+    def of(self, e) -> frozenset:
+        """What all kernels that compute an equation read."""
+        return frozenset.intersection(*(frozenset(self._read[k]) for k in self._bits(e)))
+
+    def add(self, e, values) -> None:
+        values = list(values)
+        for k in self._bits(e) if values else ():
+            self._read[k].update(values)
+
+    def _bits(self, e) -> list:
+        bits = self._kernels[id(e)]
+        return [k for k in range(bits.bit_length()) if bits >> k & 1]
