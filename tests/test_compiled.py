@@ -91,6 +91,24 @@ def graph_layer(x, w, senders, receivers):
     return jnp.square(jax.ops.segment_sum((x @ w)[senders], receivers, len(x))).mean()
 
 
+def aggregations(x, w, senders, receivers):
+    """Mean, largest and smallest element, and deviation of the messages to each node, as in principal neighbourhood aggregation."""
+    messages = jax.nn.relu(jnp.concatenate([x[senders], x[receivers]], -1) @ w)
+    over = lambda reduce, m: reduce(m, receivers, len(x))
+    count = jnp.maximum(over(jax.ops.segment_sum, jnp.ones(len(receivers))), 1)[:, None]
+    mean = over(jax.ops.segment_sum, messages) / count
+    squares = over(jax.ops.segment_sum, messages * messages) / count
+    deviation = jnp.sqrt(jnp.maximum(squares - mean * mean, 0) + 1e-5)
+    largest, smallest = over(jax.ops.segment_max, messages), over(jax.ops.segment_min, messages)
+    extreme = [jnp.where(jnp.isfinite(m), m, 0) for m in (largest, smallest)]
+    return jnp.concatenate([mean, *extreme, deviation], -1)
+
+
+def two_aggregations(x, w, v, senders, receivers):
+    x = aggregations(x, w, senders, receivers) @ v
+    return jnp.square(aggregations(x, w, senders, receivers)).mean()
+
+
 def advantages(rewards, values, ends):
     def back(later, now):
         reward, value, following, end = now
@@ -113,6 +131,10 @@ PROGRAMS = {
     "a layer": (jax.grad(layer, (0, 1, 2)), spec(8192, 1024), spec(1024, 1024), spec(1024), spec(8192, 1024)),
     "the loss of a language model": (jax.grad(language_loss, 1), half(4096, 512), half(512, 32000), whole(4096)),
     "a graph": (jax.grad(graph_layer, (0, 1)), spec(50000, 64), spec(64, 64), whole(400000), whole(400000)),
+    "aggregations": (
+        jax.grad(two_aggregations, (0, 1, 2)),
+        *(spec(100_000, 64), spec(128, 64), spec(256, 64), whole(800_000), whole(800_000)),
+    ),
     "advantages": (advantages, spec(512, 8192), spec(513, 8192), spec(512, 8192)),
     "columns": (lambda x, y: jax.nn.logsumexp(x[:, None] - jnp.square(y), 0), spec(4096), spec(4096, 8192)),
 }

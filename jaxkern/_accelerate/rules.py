@@ -271,8 +271,10 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
     taken, why = gate.can_scatter(problem) if settings.force or sorts else gate.chain(problem, ordered)
     if not taken or switch.refusal(ctx, settings):
         return None, "" if taken else why
-    found = find(sorts=sorts)
-    if found is None and gate.alone(problem._replace(gathers=program.gathers(updates)), ordered):
+    # So is arithmetic on arrays of edges x features where the updates would be stored for the kernel.
+    alone = gate.alone(problem._replace(gathers=program.gathers(updates)), ordered)
+    found = find(sorts=sorts or (alone and problem.trail > 1))
+    if found is None and alone:
         found = find(alone=True)
     if found is not None:
         known.made.add(root(indices)[0])
