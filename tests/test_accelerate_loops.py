@@ -304,6 +304,47 @@ def test_left(what):
         raise AssertionError(found.reason)
 
 
+@needs_kernels
+@pytest.mark.parametrize("what", ("gradient", "steps", "rows"))
+def test_types_with_arithmetic_of_their_own(what):
+    """The sum of two scales of flax's 8-bit layers is their maximum. Kernels would add them up."""
+    fp8 = pytest.importorskip("flax.linen.fp8_ops")
+    scale = lambda x: lax.convert_element_type(x, fp8.fp32_max_grad)
+    number = lambda x: lax.convert_element_type(x, jnp.float32)
+    f32 = jnp.dtype("float32")
+
+    def quantised(x, history, factor):
+        history, factor = scale(history), scale(factor)
+        step = lambda c, _: (fp8.in_qdq(f32, jnp.float8_e4m3fn, c, factor, history), None)
+        return lax.scan(step, x, None, length=20)[0].sum()
+
+    def larger(x, y):
+        """The maximum of two arrays of scales, as the sum of gradients."""
+        return jax.vjp(lambda z: (z, z), x)[1]((x, y))[0]
+
+    def of_steps(x):
+        return number(lax.scan(lambda c, x: (larger(c, x), None), scale(x[0]), scale(jnp.cos(x)))[0])
+
+    def of_rows(x):
+        rows = jnp.exp(number(larger(scale(x), scale(-x))) - x.max(-1, keepdims=True))
+        return rows / (x * number(larger(scale(x), scale(1 - x)))).sum(-1, keepdims=True)
+
+    f, *args = {
+        "gradient": (jax.grad(quantised, (0, 1, 2)), X[0, 0, :1], jnp.zeros(3), jnp.ones(1)),
+        "steps": (of_steps, X),
+        "rows": (of_rows, X[0]),
+    }[what]
+    plain = jax.jit(f)(*args)
+    with jaxkern.accelerate(force=True):
+        own = jax.jit(f)(*args)
+        jax.jit(lambda *a: f(*a)).trace(*args).lower(lowering_platforms=("cuda",))
+    close(plain, own)
+    if what == "steps":
+        np.testing.assert_allclose(own, np.maximum(X[0], np.cos(X).max(0)), rtol=1e-6)
+        (found,) = jaxkern.explain(f)(*args)
+        assert not found.taken and "the body has values of fp8_meta32" in found.reason
+
+
 def fori(first, last, step, *others):
     """A loop on LONG, whose element `step` returns."""
     return lambda x: lax.fori_loop(first, last, lambda i, y: step(i, y, x), *others or (x,))

@@ -3,8 +3,10 @@
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
+from jaxkern._core import compat
 from jaxkern._core.cpp import ELEMENTWISE
 from jaxkern._core.define import CUDA_TYPES
 
@@ -40,7 +42,9 @@ def bytes_of(v) -> int:
     shape, dtype = getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)  # tokens have neither
     if shape is None or dtype is None or set(map(type, shape)) - {int}:
         return 0
-    return math.prod(shape) * dtype.itemsize
+    if isinstance(dtype, np.dtype):
+        return math.prod(shape) * dtype.itemsize
+    return compat.size_in_bytes(v.aval)
 
 
 def is_renamed(shape, out) -> bool:

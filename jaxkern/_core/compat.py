@@ -318,14 +318,30 @@ def _lowers_without_devices() -> bool:
     return False
 
 
+def is_extended(dtype) -> bool:
+    """Whether a dtype is one of JAX's that numpy does not have, such as a key of jax.random."""
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def is_key(dtype) -> bool:
+    """Whether a dtype is a key of jax.random."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def physical(aval):
     """The type of an array as it lies in memory: a key of jax.random is an array of numbers."""
-    if not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+    if not is_extended(aval.dtype):
         return aval
     from jax._src import core
 
     found = core.physical_aval(aval)
     return jax.core.ShapedArray(found.shape, found.dtype)
+
+
+def size_in_bytes(aval) -> int:
+    """Bytes of an array."""
+    found = physical(aval)
+    return found.size * found.dtype.itemsize
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import math
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from jaxkern._core import compat_lowering
+from jaxkern._core import compat, compat_lowering
 
 # Operations that move no more than one element for each element of their result, so that XLA fuses them.
 ELEMENTWISE = frozenset(
@@ -358,7 +358,7 @@ def _returned(ctx, call):
 
 def size(aval) -> int:
     """Bytes of an array."""
-    return aval.size * aval.dtype.itemsize
+    return compat.size_in_bytes(aval)
 
 
 def transposed(value):

@@ -151,6 +151,8 @@ class Program(Flat):
         return self.captured[id(c)][0]
 
     def _value(self, aval):
+        if compat.is_extended(aval.dtype) and not compat.is_key(aval.dtype):  # whose sum, for example, may be a maximum
+            raise Unsupported(f"{self.label} has values of {aval.dtype}, a type with arithmetic of its own")
         return super()._value(compat.physical(aval))
 
     def computes(self, dtype, equation) -> bool:
