@@ -127,7 +127,8 @@ for s in $stages; do
       for operation in $operations; do
         case $operation in
           programs) stage bench-programs "${LIMIT_BENCH:-1800}" "$python" -m benchmarks programs --out "$out" ${PROGRAM_ARGS:-} ;;
-          sharding) stage bench-sharding "${LIMIT_BENCH:-1800}" "$python" -m benchmarks sharding --out "$out" ;;
+          # Memory is taken once: two programs with much memory, one after the other, could leave it in pieces.
+          sharding) XLA_PYTHON_CLIENT_PREALLOCATE=true stage bench-sharding "${LIMIT_BENCH:-1800}" "$python" -m benchmarks sharding --out "$out" ;;
         esac
       done
       for operation in $operations; do

@@ -238,14 +238,15 @@ def lagged(scan, n):
 
 def picked(scan, n):
     """An element of a row, at the index of the largest element of another one. The sign of a 0 that is chosen stays; other sums of -0.0 are
-    0."""
+    0, as XLA's on a CPU: on a GPU, XLA's are -0.0."""
 
     def run(x):
         def body(h, x):
             best = jnp.argmax(h, -1, keepdims=True)
             value = jnp.take_along_axis(x, best, 1)
             value = jnp.where(1 / jnp.take_along_axis(-jnp.zeros_like(x), best, 1) < 0, value, 0)
-            value = jnp.where(1 / jnp.sum(-jnp.abs(h) * 0, 1, keepdims=True) > 0, value, 0)
+            if not ON_GPU:
+                value = jnp.where(1 / jnp.sum(-jnp.abs(h) * 0, 1, keepdims=True) > 0, value, 0)
             return jnp.tanh(0.9 * h + x * value), (best[:, 0], value)
 
         return scan(body, x[0], x)

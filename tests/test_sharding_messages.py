@@ -133,7 +133,8 @@ def test_split_edges_of_other_types():
     count = len(m.devices.flat)
     ids = jnp.arange(8 * count) % 5
     for dtype in ("int32", "uint8", "bfloat16"):
-        w = jnp.asarray(np.random.default_rng(0).integers(0, 100, 8 * count), dtype)
+        below = 10 if dtype == "bfloat16" else 100  # sums of parts are exact in 16 bits, too
+        w = jnp.asarray(np.random.default_rng(0).integers(0, below, 8 * count), dtype)
         w = w.at[7].set(jnp.nan) if dtype == "bfloat16" else w
         for name in ("edge_sum", "edge_mean", "edge_max", "edge_min"):
 
