@@ -302,6 +302,23 @@ def test_memory_is_not_taken_for_time(width, taken):
 
 
 @needs_kernels
+def test_costs_that_another_axis_reads_are_computed_again():
+    """Both halves of a step of Sinkhorn's algorithm compute costs from a product. The half along the last axis waits for the other one,
+    which is left to XLA, and reads the product alone."""
+
+    def f(product, x, y, f, g):
+        costs = lambda: x[:, None] + y[None] - 2 * product
+        g = g - jax.nn.logsumexp(f[:, None] + g[None] - costs(), 0)
+        return f - jax.nn.logsumexp(f[:, None] + g[None] - costs(), 1), g
+
+    args = spec(8192, 8192), *[spec(8192)] * 4
+    with jaxkern.accelerate(only=("rows", "logsumexp")):
+        found = regions(f, *args, platform="cuda")
+    (taken,) = [d for d in found if d.taken]
+    assert taken.operation == "rows" and taken.bytes == pytest.approx(4 * 8192 * 8192, rel=0.01)
+
+
+@needs_kernels
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("shape", [(8192, 1024), (1, 8192, 1024)])
 def test_operands_of_called_functions(shape, fused):

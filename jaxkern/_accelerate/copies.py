@@ -98,8 +98,11 @@ class Copies:
             return False
         if owner is not None:  # rows of another region; their numbers are small
             return owner.is_row(x) and (region is None or owner.shape == region.shape)
-        if region is None or region.is_row(x):
+        if region is None:
             return False
+        if region.is_row(x):  # of no region: XLA, too, would compute it where it is read
+            reshaped = any(v.aval.shape != region.shape and size_of(v) == size_of(x) for v in variables(e))
+            return not (reshaped or self._exists(x))
         renames = name not in ("reshape", "squeeze", "expand_dims") or is_renamed(e.invars[0].aval.shape, x.aval.shape)
         return renames and 2 * size_of(x) <= math.prod(region.shape)
 
