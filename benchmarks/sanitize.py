@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+if __name__ == "__main__":  # tests import this file
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

@@ -145,4 +145,6 @@ def test_split_edges_of_other_types():
             f = jax.shard_map(lambda ids, w: run(ids, w, "r"), mesh=m, in_specs=split, out_specs=P())
             found, wanted = jax.jit(f)(ids, w), run(ids, w)
             assert found.dtype == wanted.dtype
-            np.testing.assert_array_equal(np.asarray(found, "float64"), np.asarray(wanted, "float64"))
+            # On a GPU, XLA's quotients of float32 are not rounded to the nearest number.
+            rtol = 0 if name != "edge_mean" else 2.0**-8 if dtype == "bfloat16" else 2.0**-22
+            np.testing.assert_allclose(np.asarray(found, "float64"), np.asarray(wanted, "float64"), rtol=rtol)

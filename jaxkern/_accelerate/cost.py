@@ -37,8 +37,8 @@ TRITON_NARROW, TRITON_THREE, TRITON_LONG, TRITON_WIDE, LONG, SHORT = 1.6, 2.5, 1
 OPERATION, XLA_OPERATION = 0.05e-12, 0.04e-12
 FUNCTION, COARSE_FUNCTION = 12, 5
 # Operations of a quotient of float32, and how many times as long they take where threads share the elements of rows that are not adjacent
-# [Sinkhorn's logsumexp of quotients, float32 8192x8192, H100: 120 us along the last axis, 217 along the first; bytes take 87].
-QUOTIENT, ACROSS = 4, 1.85
+# [Sinkhorn's logsumexp of quotients, float32 8192x8192, H100: 127 us along the last axis, 142 along the first; bytes take 87].
+QUOTIENT, ACROSS = 4, 1.2
 # Seconds for each array of columns that a kernel sums over rows: blocks store partial sums, which a second kernel adds [llama, gradient
 # of a norm, bfloat16 8192x1024, H100: 31 us for 50 MB; gated_norm backward, bfloat16 32768x4096, H200: 338 us for 1342 MB].
 SUMS = 13e-6
