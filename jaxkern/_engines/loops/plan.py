@@ -149,11 +149,16 @@ def check_limits(program, arrays, lanes, size) -> None:
         )
     if lanes >= 1 << 31:
         raise TooLarge(f"{program.label} has {lanes} lanes, above the limit of 2^31 - 1")
+    check_size(program, size)
+
+
+def check_size(program, size, at_least="") -> None:
+    """Raises TooLarge if the statements of a body are too many. at_least: "at least " if `size` does not count all of them."""
     if size > functor.MOST:
         lines = collections.Counter(filter(None, map(program.line, program.steps)))
         place = f"; most of them are at {max(lines, key=lines.__getitem__)}" if lines else ""
         raise TooLarge(
-            f"{program.label} has a body with a size of {size} statements, above the limit of {functor.MOST}{place}"
+            f"{program.label} has a body with a size of {at_least}{size} statements, above the limit of {functor.MOST}{place}"
         )
 
 

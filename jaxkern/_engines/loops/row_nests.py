@@ -23,6 +23,7 @@ from jaxkern._core import functor
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import REDUCTIONS, Constant, Value, compute, widened
 from jaxkern._engines.loops.parts import kept_axes
+from jaxkern._engines.loops.plan import check_size
 from jaxkern._engines.loops.program import MOVES
 
 INDEX = np.dtype(np.int32)
@@ -214,7 +215,10 @@ class _Run:
 
 
 def find(program):
-    """(body, nests that compute what is stored, in order)."""
+    """(body, nests that compute what is stored, in order).
+
+    Raises: TooLarge if the nests have more statements than a kernel.
+    """
     body = Body(program)
     level: dict = {}
 
@@ -260,7 +264,11 @@ def find(program):
         terms = [(s.operands[0], _index_of_operand(program, s)) for s in steps]
         kinds = tuple(REDUCTIONS[s.name] for s in steps)
         nests.append(Nest([s.result for s in steps], terms, key[2], key[3], kinds))
-    return body, [body.finish(nest) for nest in nests]
+    size = 0
+    for nest in nests:  # each is traced, which takes seconds for all nests of a body that is too large
+        size += body.finish(nest).function.size
+        check_size(program, size, "at least ")
+    return body, nests
 
 
 def _index_of_operand(program, step) -> dict:
