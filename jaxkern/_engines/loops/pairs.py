@@ -45,14 +45,23 @@ def _product(a, b):
 
 
 def _quotient(a, b):
-    """Smith, "Algorithm 116: Complex Division", 1962: without squares, which could overflow."""
+    """Smith, "Algorithm 116: Complex Division", 1962: without squares, which could overflow.
+
+    As XLA's, it is 0 if an infinite number divides a finite one, and infinite if 0 does.
+    """
+    far = [jnp.isinf(p) for p in b]
+    is_far, divisor = far[0] | far[1], b[0]
+    unit = lambda p, of: jnp.where(is_far, jnp.where(of, jnp.sign(p), jnp.zeros_like(p)), p)
+    b = unit(b[0], far[0]), unit(b[1], far[1])
     swapped = abs(b[0]) < abs(b[1])
     large, small = jnp.where(swapped, b[1], b[0]), jnp.where(swapped, b[0], b[1])
     ratio = small / large
     scale = large + small * ratio
     x, y = jnp.where(swapped, a[1], a[0]), jnp.where(swapped, a[0], a[1])
-    imag = (y - x * ratio) / scale
-    return (x + y * ratio) / scale, jnp.where(swapped, -imag, imag)
+    is_zero, imag = (b[0] == 0) & (b[1] == 0), (y - x * ratio) / scale
+    real = jnp.where(is_zero, a[0] / divisor, (x + y * ratio) / scale)
+    imag = jnp.where(is_zero, a[1] / divisor, jnp.where(swapped, -imag, imag))
+    return jnp.where(is_far, 0 * real, real), jnp.where(is_far, 0 * imag, imag)
 
 
 def _modulus(a):
