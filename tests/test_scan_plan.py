@@ -323,7 +323,9 @@ def test_the_emulator_returns_scalars():
     assert y.shape == () and y == 0
 
 
-@pytest.mark.parametrize("f", [jnp.exp, jnp.abs, jnp.conj, lambda z: z * (2 - 1j), lambda z: z + z, lambda z: (2 + 1j) / z])
+@pytest.mark.parametrize(
+    "f", [jnp.exp, jnp.abs, jnp.conj, lambda z: z * (2 - 1j), lambda z: z + z, lambda z: (2 + 1j) / z]
+)
 def test_complex_numbers_that_are_not_finite(f):
     """Parts of these are NaN where XLA's are: exp(100) is infinite, and its imaginary part 0. The size of an infinite number was NaN
     in XLA before jaxlib 0.11 if its other part is NaN; here, and in NumPy, it is infinite."""
