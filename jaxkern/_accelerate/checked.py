@@ -8,6 +8,10 @@ import numpy as np
 # An array may also differ by this share of the allowed error, relative to the largest element of all arrays in the same result.
 # A gradient that is zero in exact arithmetic, such as the gradient of attention's key bias, consists of rounding errors.
 NOISE = 2**-6
+ADVICE = (
+    "Of a training step, compare the loss and the gradient: Adam and its relatives divide a gradient by its own magnitude, so one that "
+    "is zero up to rounding becomes a whole step in either direction."
+)
 
 
 def compared(name, plain, result, allowed) -> str:
@@ -31,7 +35,7 @@ def compared(name, plain, result, allowed) -> str:
         error = _error(a, b, allowed, NOISE * allowed * largest[_result_of(path)])
         if error:
             wrong.append(f"  {jax.tree_util.keystr(path) or 'result'}: {error}")
-    return "\n".join([f"{name} differs from the plain one", *wrong]) if wrong else ""
+    return "\n".join([f"{name} differs from the plain one", *wrong, ADVICE]) if wrong else ""
 
 
 def _result_of(path):
