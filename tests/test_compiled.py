@@ -109,6 +109,17 @@ def two_aggregations(x, w, v, senders, receivers):
     return jnp.square(aggregations(x, w, senders, receivers)).mean()
 
 
+def masked_attention(q, k, v, kept):
+    """Attention with a causal mask and padding, as written by hand."""
+    scores = (q @ k.swapaxes(2, 3)).astype(jnp.float32) / 8
+    place = jnp.arange(q.shape[2])
+    mask = (place[:, None] >= place) & (kept[:, None, None, :] > 0)
+    scores = scores - 1e9 * (1 - mask.astype(jnp.float32))
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))) * mask
+    weights = weights / (weights.sum(-1, keepdims=True) + 1e-9)
+    return jnp.square((weights.astype(q.dtype) @ v).astype(jnp.float32)).mean()
+
+
 def advantages(rewards, values, ends):
     def back(later, now):
         reward, value, following, end = now
@@ -134,6 +145,10 @@ PROGRAMS = {
     "aggregations": (
         jax.grad(two_aggregations, (0, 1, 2)),
         *(spec(100_000, 64), spec(128, 64), spec(256, 64), whole(800_000), whole(800_000)),
+    ),
+    "masked attention": (
+        jax.grad(masked_attention, (0, 1, 2)),
+        *(half(4, 8, 1024, 64), half(4, 8, 1024, 64), half(4, 8, 1024, 64), whole(4, 1024)),
     ),
     "advantages": (advantages, spec(512, 8192), spec(513, 8192), spec(512, 8192)),
     "columns": (lambda x, y: jax.nn.logsumexp(x[:, None] - jnp.square(y), 0), spec(4096), spec(4096, 8192)),

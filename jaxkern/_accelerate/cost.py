@@ -92,10 +92,13 @@ def bandwidth(gpu) -> float:
     return H200_BANDWIDTH if gpu.l2_bytes == device.H200.l2_bytes else BANDWIDTH
 
 
-def estimate(core, plan, gpu) -> Estimate:
-    """core: of the region's row function. plan: of its kernel on a GPU, a `Device`."""
+def estimate(core, plan, gpu, given=False) -> Estimate:
+    """core: of the region's row function. plan: of its kernel on a GPU, a `Device`.
+
+    given: whether numbers of rows that the region reads are in memory, where XLA would compute them in its kernel otherwise.
+    """
     model = _Model(core, gpu)
-    xla, xla_bytes, kernels = model.xla()
+    xla, xla_bytes, kernels = model.xla(given)
     kernel, kernel_bytes, computes = model.kernel(plan)
     return Estimate(xla, kernel, xla_bytes, kernel_bytes, model.bandwidth, kernels=kernels, computes=computes)
 
@@ -167,8 +170,8 @@ class _Model:
 
     # ---- XLA
 
-    def xla(self):
-        """(seconds, bytes, number) of XLA's kernels."""
+    def xla(self, given=False):
+        """(seconds, bytes, number) of XLA's kernels. given: see `estimate`."""
         core = self.core
         kernels = []  # (bytes, factor of their time, operations) of each
         sums = [o for o in core.outputs if o.kind in ("columns", "total")]
@@ -187,7 +190,7 @@ class _Model:
         reduced = [[v for s in steps for v in s.operands] for steps in self.stages.values()]
         whole = [v for values_ in reduced for v in values_]
         narrow = self.program.row.size < LONG
-        fuses = not sums and not picks and self.stages
+        fuses = not sums and not picks and self.stages and not (given and not self._begins())
         numbers = bool(core.of_kind("number"))
         if fuses and len(late) == 1 and numbers and narrow and len(self.stages) > 1:
             kernels += [self._kernel_of(whole, ()), self._kernel_of([*whole, *values], late, self._triton())]
@@ -208,6 +211,23 @@ class _Model:
         share = (1 - cached / moved) / self.bandwidth if moved else 0
         seconds = sum(max(b * factor * share, n * XLA_OPERATION) for b, factor, n in kernels)
         return seconds + launches * LAUNCH, moved, launches
+
+    def _begins(self) -> bool:
+        """Whether rows are combined with a reduction of themselves, as in x / sum(x): where XLA's kernel of several stages begins."""
+        steps = [(step, v) for v, step in self.made.items()]
+        for reduction in (step for steps_ in self.stages.values() for step in steps_):
+            x, same = reduction.operands[0], set()
+            while isinstance(x, Value) and x.is_row:
+                same.add(x)
+                own = set(self.made[x].operands) if x in self.made else set()
+                x = own.pop() if len(own) == 1 else None
+            numbers = set(reduction.results)
+            for step, v in steps:  # in order
+                if numbers.intersection(step.operands):
+                    if v.is_row and same.intersection(step.operands):
+                        return True
+                    numbers.update(() if v.is_row and step.name not in MOVES else [v])
+        return False
 
     def _triton(self, rows=True) -> float:
         """rows: whether it writes rows."""

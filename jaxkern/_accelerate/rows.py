@@ -115,7 +115,20 @@ class _Program:
         if tunes:
             self._tune()
         wins = lambda kernel: not kernel.problem and not refusal and (settings.force or kernel.estimate.wins)
+        taken = [(region, kernel) for region, kernel in self.kernels.items() if wins(kernel)]
+        self._give(taken)
         return [(region, kernel) for region, kernel in self.kernels.items() if wins(kernel)]
+
+    def _give(self, taken):
+        """Estimates regions again that read numbers of rows from those that are taken: XLA would compute them in its one kernel."""
+        given = {v for region, _ in taken for v in region.results if not region.is_row(v)}
+        wins = {region for region, _ in taken}
+        for region, kernel in self.kernels.items():
+            reads = not kernel.problem and region not in wins and not given.isdisjoint(kernel.operands)
+            if reads and not kernel.estimate.measured:
+                estimate = _estimated(kernel.function, device.this_device(), given=True)[0]
+                xla = {name: getattr(estimate, name) for name in ("xla", "xla_bytes", "kernels")}
+                self.kernels[region] = kernel._replace(estimate=dataclasses.replace(kernel.estimate, **xla))
 
     def recorded(self, taken, refusal) -> list:
         """The same without regions that `explain` only lists; records all."""
@@ -415,8 +428,8 @@ def _sorted(equations) -> list:
 
 
 @functools.lru_cache(maxsize=1024)
-def _estimated(function, gpu):
-    """(what the model says of a row function on a GPU, a `Device`, "") or (None, why there is no kernel)."""
+def _estimated(function, gpu, given=False):
+    """(what the model says of a row function on a GPU, a `Device`, "") or (None, why there is no kernel). given: see cost.py."""
     try:
         core = function.core
         outputs = [jax.core.ShapedArray(shape, dtype) for shape, dtype in planning.outputs(function)]
@@ -427,4 +440,4 @@ def _estimated(function, gpu):
     found = planning.plan(gpu, function.avals, outputs, function=function)
     if found is None:
         return None, f"no kernel for rows takes {len(function.avals)} arrays and returns {len(outputs)} like these"
-    return cost.estimate(core, found, gpu), ""
+    return cost.estimate(core, found, gpu, given), ""
