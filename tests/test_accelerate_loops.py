@@ -345,6 +345,21 @@ def test_types_with_arithmetic_of_their_own(what):
         assert not found.taken and "the body has values of fp8_meta32" in found.reason
 
 
+@needs_kernels
+def test_an_index_of_many_steps():
+    """Each step uses the last one three times: without a memory of them, the number of paths is 3^60."""
+
+    def step(h, i):
+        for _ in range(60):
+            i = jnp.where(i < 2, i + 1, i)
+        return h.at[..., i].add(1.0), h[..., i]
+
+    f = lambda x: lax.scan(step, x[0, :, :4], jnp.zeros(20, jnp.int32))
+    close(*both(f, X)[:2])
+    until = lambda x: lax.while_loop(lambda c: c[2] < 40, lambda c: step(c, 0)[0], x + 2)
+    close(*both(jax.vmap(until), X[0, :, :4])[:2])
+
+
 def fori(first, last, step, *others):
     """A loop on LONG, whose element `step` returns."""
     return lambda x: lax.fori_loop(first, last, lambda i, y: step(i, y, x), *others or (x,))

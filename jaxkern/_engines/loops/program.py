@@ -100,6 +100,7 @@ class Program(Flat):
     def _inline_body(self, jaxpr, consts, num_consts, num_carry):
         """Sets operands, steps and results, with the dimensions that they share."""
         self.steps, self._calls = [], []
+        self._numbers = {}
         self.captured, self._moved = {}, []
         inputs = [self._value(v.aval) for v in jaxpr.invars]
         self.results = self._inline(jaxpr, list(map(self._constant, consts)), inputs)
@@ -170,6 +171,11 @@ class Program(Flat):
         """The number, or the array of one number, that an operand of an equation is; None if it is not known."""
         if isinstance(v, Constant):
             return v.value
+        if v not in self._numbers:
+            self._numbers[v] = self._number_of(v)
+        return self._numbers[v]
+
+    def _number_of(self, v):
         step = next((s for s in reversed(self.steps) if v in s.results), None)
         if step is None or v.aval.size != 1 or not jnp.issubdtype(v.dtype, jnp.integer) and v.dtype != bool:
             return None

@@ -49,6 +49,7 @@ class WhileProgram(Program):
 
     def __init__(self, cond, body, cond_nconsts, body_nconsts, label, equal=(), join=True):
         self.label, self.steps, self._calls, self._marked = label, [], [], []
+        self._numbers = {}
         self.captured, self._moved = {}, []
         (cond, of_cond), (body, of_body) = map(_parts, (cond, body))
         if cond.effects or body.effects:
