@@ -17,6 +17,7 @@ from test_scan import TOLERANCE
 
 import jaxkern
 from jaxkern._core import compat, launch, registry
+from jaxkern._engines.loops.program import Program
 
 needs_kernels = pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
 
@@ -343,6 +344,18 @@ def test_types_with_arithmetic_of_their_own(what):
         np.testing.assert_allclose(own, np.maximum(X[0], np.cos(X).max(0)), rtol=1e-6)
         (found,) = jaxkern.explain(f)(*args)
         assert not found.taken and "the body has values of fp8_meta32" in found.reason
+
+
+@needs_kernels
+def test_inner_loops_that_multiply(monkeypatch):
+    """Four loops of 12 steps, one in another, are 20736 bodies, which took half a minute to write one after the other."""
+    body = jnp.sin
+    for _ in range(4):
+        body = lambda c, f=body: lax.fori_loop(0, 12, lambda _, c: f(c) * 1.1 + 1, c)
+    read, plain = [], Program._called
+    monkeypatch.setattr(Program, "_called", lambda self, *args: read.append(0) or plain(self, *args))
+    found = jaxkern.explain(lambda x: lax.scan(lambda c, _: (body(c), None), x, length=9)[0])(X)
+    assert any("a loop of 12 steps, which is long" in d.reason for d in found) and len(read) < 2 * 12**3, len(read)
 
 
 @needs_kernels

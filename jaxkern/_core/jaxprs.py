@@ -63,6 +63,26 @@ def inner_jaxprs(equation) -> list:
     return [branch.jaxpr for branch in equation.params["branches"]] if name == "cond" else []
 
 
+def unrolled_size(jaxpr) -> int:
+    """How many equations a jaxpr runs if the steps of its scans are written one after the other; of a while loop, one step."""
+    sizes: dict = {}  # {id of a jaxpr: its size}
+
+    def size(jaxpr) -> int:
+        if id(jaxpr) not in sizes:
+            sizes[id(jaxpr)] = sum(map(size_of, jaxpr.eqns))
+        return sizes[id(jaxpr)]
+
+    def size_of(e) -> int:
+        if e.primitive.name == "scan":
+            length = e.params["length"]
+            return 1 + size(e.params["jaxpr"].jaxpr) * (length if isinstance(length, int) else 1)
+        if e.primitive.name == "while":
+            return 1 + size(e.params["body_jaxpr"].jaxpr)
+        return 1 + sum(map(size, inner_jaxprs(e)))
+
+    return size(jaxpr)
+
+
 def has_narrow(jaxpr) -> bool:
     """Whether a jaxpr, or one that it runs, has 16-bit floating-point values."""
     if any(_is_narrow(v.aval.dtype) for v in (*jaxpr.invars, *jaxpr.constvars)):

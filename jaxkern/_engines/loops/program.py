@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxkern._core import compat
 from jaxkern._core.cpp import Unsupported, check_dtype
-from jaxkern._core.jaxprs import inner_jaxprs
+from jaxkern._core.jaxprs import inner_jaxprs, unrolled_size
 from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Flat, Step, Value
 from jaxkern._engines.loops import indexing, linear, pairs, parts, rewrites
 from jaxkern._engines.loops.known import computed
@@ -30,6 +30,7 @@ from jaxkern._engines.loops.known import computed
 MOVES = (*RENAMED, "broadcast_in_dim", "transpose")
 _ADD = ("add", "add_any")
 MOST_REPEATED = 600  # equations of a loop in the body
+MOST_STEPS = 4000  # of a body with its inner loops: twice the statements of the largest kernel
 NEVER = frozenset(
     "dot_general conv_general_dilated sort top_k gather scatter scatter-add scatter-mul scatter-min scatter-max dynamic_slice "
     "dynamic_update_slice cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum reduce_window_max fft psum all_gather "
@@ -213,7 +214,9 @@ class Program(Flat):
 
     def _count(self, e, closed, count) -> int:
         """How often the body of a loop is repeated, if that is not too often."""
-        if count * len(closed.jaxpr.eqns) > MOST_REPEATED:
+        # Loops in loops multiply.
+        large = len(self.steps) > MOST_STEPS or count * unrolled_size(closed.jaxpr) > MOST_STEPS
+        if large or count * len(closed.jaxpr.eqns) > MOST_REPEATED:
             self.fail(
                 Step(e.primitive.name, [], [], e, {}, tuple(self._calls)), f"a loop of {count} steps, which is long"
             )
