@@ -71,7 +71,7 @@ def test_split_steps_send_the_state_of_each_part(name, spec, kind):
     weights = np.cos(np.arange(x.size)).reshape(x.shape).astype(np.float32)
 
     def gradient(x):
-        return jax.grad(lambda x: jnp.vdot(weights, f(x).astype(jnp.float32)))(x)
+        return jax.grad(lambda x: jnp.sum(weights * f(x).astype(jnp.float32)))(x)
 
     wanted, grid = jax.jit(lambda x: (f(x), gradient(x)))(x), mesh(kind)
     place = NamedSharding(grid, P(*spec))
