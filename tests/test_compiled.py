@@ -244,9 +244,10 @@ def test_masks_of_relus_are_not_stored(f, dtype):
     found = compiled.compare(jax.grad(f, (1, 2, 3)), *args)
     plain, own = found["plain"], found["accelerated"]
     assert any("jaxkern" in s.op for s in own.steps)
-    # Beside plain's memory: partial sums of the gradient of a scale.
-    assert own.temporary <= LARGER * plain.temporary + own.workspace, (own.temporary, plain.temporary)
-    assert own.moved <= 1.001 * plain.moved, (own.moved, plain.moved)  # numbers of rows are stored, too
+    # With two norms: partial sums of the gradient of a scale, beside plain's memory, and numbers of rows, which are stored.
+    room, more = (0, 1) if f is hidden_layers else (own.workspace, 1.001)
+    assert own.temporary <= LARGER * plain.temporary + room, (own.temporary, plain.temporary)
+    assert own.moved <= more * plain.moved, (own.moved, plain.moved)
 
 
 def oscillators(state, damping):
