@@ -88,6 +88,10 @@ _OVERLOADS |= {name: f"{name}_" for name in ("and", "or", "xor", "not")} | {"add
 # quotient(x, y, 1 / (y * scale), scale), for a divisor of many; scale: scale_of_divisor(y).
 quotient_p = Primitive("quotient")
 quotient_p.def_abstract_eval(lambda x, y, inverse, scale: x)
+# exp(x) for an x that is not above 0, with an absolute error of 2^-22.
+exp_below_p = Primitive("exp_below")
+exp_below_p.def_abstract_eval(lambda x: x)
+_OVERLOADS |= {"exp_below": "exp_below"}
 _OVERLOADS |= {"quotient": "quotient", "draw": "draw", "draw_in_pack": "draw"}  # see draws.py
 _APPROXIMATE = frozenset(("exp2", "log"))  # those with an overload in namespace approximate
 # Their code has branches and tables. Compiled for an H100 in a kernel of four elements per thread, 33 sines take 8 seconds, 300

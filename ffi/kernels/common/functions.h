@@ -344,6 +344,13 @@ using namespace lax;
 
 }  // namespace coarse
 
+namespace lax {
+
+// exp(x) for an x that is not above 0. The error relative to the result is about 2^-22 and |x| 2^-23.
+JAXKERN_FN float exp_below(float x) { return coarse::exp(x); }
+
+}  // namespace lax
+
 // float32 by one instruction of the GPU and a multiplication. Relative errors are 2^-22; the logarithm of a number between 0.5
 // and 2 has an absolute error of 2^-22. What is below 2^-126 may be 0.
 namespace approximate {

@@ -84,7 +84,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     bool any = !F::Guarded(k);
     if constexpr (F::Guarded(k)) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) any |= F::Counts(Pass<k>(), n, column + i);
+      for (int i = 0; i < N; ++i) any |= F::Counts(Pass<k>(), n, column + i, column);
     }
     return any;
   }

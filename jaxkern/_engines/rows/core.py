@@ -189,6 +189,17 @@ class Core:
         narrow = all(d.itemsize == 2 and jnp.issubdtype(d, jnp.inexact) for d in rows)
         return self.coarse or (bool(rows) and narrow and not self.of_kind("columns"))
 
+    @functools.cached_property
+    def relative(self) -> frozenset:
+        """Exponentials relative to the largest of a row, in sums and in rows of 16 bits: `exp_below` in functions.h is enough for them.
+
+        Its errors relative to a number grow as the number falls, and so are less than rounding errors of a sum with 1 in it.
+        """
+        if self.reduces or not self.coarse_rows:
+            return frozenset()
+        found = (self._exponential(s.operands[0], p) for p in self._pivots for s in self.passes[p + 1])
+        return frozenset(step for step in found if step not in self.precise)
+
     def of_kind(self, kind) -> list:
         return [o for o in self.outputs if o.kind == kind]
 
@@ -238,10 +249,16 @@ class Core:
             y = step.operands[1]
             if y in self.members and computing(y.dtype) == np.float32:
                 self.inverses.setdefault(y, f"d{len(self.inverses)}")
-        self.scales = {y: f"e{d[1:]}" for y, d in self.inverses.items() if not all(map(self.is_coarse, divisions))}
         order = sorted({s.result.stage for s in reductions if s in needed})
         self.passes = [[s for s in reductions if s in needed and s.result.stage == k] for k in order]
         self.pass_of = lambda v: sum(k <= v.stage for k in order)
+        precise = not all(map(self.is_coarse, divisions))
+        self.scales = {y: f"e{d[1:]}" for y, d in self.inverses.items() if precise and not self._is_near_one(y)}
+
+    def _is_near_one(self, y) -> bool:
+        """Whether y is a sum of the exponentials `relative`: from 1 to the length of a row, or NaN."""
+        step = self.step_of.get(source(self.step_of, y))
+        return step is not None and step.name == "reduce_sum" and self.step_of.get(source(self.step_of, step.operands[0])) in self.relative
 
     # ---- stages
 

@@ -26,10 +26,14 @@ from jaxkern._core import cpp, functor
 from jaxkern._core.cpp import cpp_type
 from jaxkern._core.draws import draw_in_pack_p
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.jaxpr import INDICES, MOVES, NOT_ELEMENTWISE, REDUCTIONS, Constant, compute, widened
+from jaxkern._engines.jaxpr import INDICES, MOVES, NOT_ELEMENTWISE, REDUCTIONS, Constant, Value, compute, widened
 from jaxkern._engines.rows.guards import guards, place_of
 from jaxkern._engines.rows.program import groups_of_index
 from jaxkern._engines.rows.reductions import INDEX, Reduction, part_type
+
+
+_COMPARISONS = ("ge", "gt", "le", "lt")
+_FAR = 1 << 30
 
 
 class Source(typing.NamedTuple):
@@ -143,7 +147,7 @@ class _Writer:
                 call = self._call(f"{self.name}Counts{k}", [v for v, _ in conditions], given, names)
                 any_of = " || ".join(y if value else f"!{y}" for y, (_, value) in zip(names, conditions))
                 body = f"bool {', '.join(names)}; {call} return {any_of};"
-            yield f"  static JAXKERN_FN bool Counts(Pass<{at}>, const Numbers& n, int32_t at) {{ {body} }}"
+            yield f"  static JAXKERN_FN bool Counts(Pass<{at}>, const Numbers& n, int32_t at, int32_t first) {{ {body} }}"
 
     def _pass(self, p) -> list:
         """Reduced, Identity, Combine, Reduce and After of a pass, and Place and Pick of the first."""
@@ -312,6 +316,10 @@ class _Writer:
                         env[step.result] = x * scale * inverse
                     else:
                         env[step.result] = cpp.quotient_p.bind(x, y, inverse, scale)
+                elif ("first", step) in env:  # less of an element is left to compute
+                    env[step.result] = compute(step, [read(x) - env["first", step] for x in step.operands])[0]
+                elif step in self.core.relative and not coarse:
+                    env[step.result] = cpp.exp_below_p.bind(read(step.operands[0]))
                 else:
                     env.update(zip(step.results, compute(step, [read(x) for x in step.operands])))
             return [jnp.asarray(read(v)) for v in wanted]
@@ -329,7 +337,7 @@ class _Writer:
         """({value: expression} of the inputs of a functor, the steps that it computes in order).
 
         The inverse of a divisor and its scale are the inputs ("inverse", divisor) and ("scale", divisor); where a pack begins, for
-        the random bits of a step, is ("first", step).
+        the random bits of a step or a comparison of places, is ("first", step).
         """
         leaves, order, found = {}, [], set()
 
@@ -349,7 +357,7 @@ class _Writer:
                 return
             for x in step.operands[:1] if self._is_identity(step) else step.operands:
                 find(x)
-            if step.name == "draw" and step.operands[0].is_row:
+            if (step.name == "draw" and step.operands[0].is_row) or self._compares_places(step):
                 leaves["first", step] = "first"
             if self._divides(step):
                 y = step.operands[1]
@@ -365,6 +373,20 @@ class _Writer:
     def _is_iota(self, v) -> bool:
         step = self.core.step_of.get(v)
         return step is not None and step.name in INDICES
+
+    def _compares_places(self, step) -> bool:
+        """Whether a step compares places, of the row and along another dimension."""
+        return step.name in _COMPARISONS and step.result.is_row and all(map(self._is_place, step.operands))
+
+    def _is_place(self, v) -> bool:
+        """Whether an integer is a place along a dimension or less than 2^30 beside one, if all dimensions are less than that."""
+        step = self.core.step_of.get(v) if isinstance(v, Value) and v.dtype == np.int32 else None
+        if step is None or step.name in INDICES:
+            return step is not None and all(d.size < _FAR for d in v.dims if d is not None)
+        if step.name in MOVES:
+            return self._is_place(step.operands[0])
+        steps = [x for x in step.operands if isinstance(x, Constant)] if step.name in ("add", "sub") else []
+        return len(steps) == 1 and abs(int(widened(steps[0])[()])) < _FAR and self._is_place(step.operands[0])
 
     def _divides(self, step) -> bool:
         """Whether elements are divided by a number of the row."""
