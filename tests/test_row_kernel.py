@@ -3,6 +3,7 @@
 Kernels compute 16-bit types in float32, so the reference is the function itself on float64.
 """
 
+import contextlib
 import functools
 import re
 import sys
@@ -16,9 +17,11 @@ from conftest import ON_GPU
 from row_functions import FUNCTIONS, operands, pairs, rms_norm
 
 import jaxkern
+from jaxkern import algorithms
 from jaxkern._core import device
 from jaxkern._engines.rows import plan
 from jaxkern._engines.rows.function import trace
+from jaxkern._engines.rows.primitive import PRIMITIVES
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
 SHAPES = [(3, 4, 40)] + [(5, 2, 777), (2, 2, 5000), (2, 2, 70001)] * ON_GPU
@@ -245,6 +248,39 @@ def test_sums_of_16_bit_numbers_are_not_rounded_in_between():
     x = jnp.ones((2, 4097), jnp.bfloat16)
     y, dw = gradients(jaxkern.row_kernel(lambda x, w: jnp.sum(x * w, -1) / 4097), [x, jnp.ones((), jnp.bfloat16)])
     assert y.tolist() == [1.0, 1.0] and dw[1].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("algorithm", plan.IN_PLACE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [7, 64, 777, 4096] + [6200, 70001] * ON_GPU)
+def test_results_over_operands(width, dtype, algorithm):
+    """A kernel that writes over what it reads has the bits of one that does not."""
+
+    def f(x, w):
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
+        return y * w, jnp.sum(y, -1), x + w
+
+    x, w = (jnp.asarray(a) for a in operands("xx", (600, width), dtype))
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(x.shape, dtype)] * 2, -1, "f")
+    problem_fits = ON_GPU and algorithm in algorithms_that_fit(function, x)
+    call = lambda own: jax.jit(lambda x, w: PRIMITIVES["row_kernel"].whole.bind(x * 2, w * 2, function=own))
+    with algorithms.force(row_kernel=algorithm if problem_fits else "auto"):
+        apart = call(function)(x, w)
+        over = call(function.overwriting([(1, 0), (0, 2)])).lower(x, w).compile()
+        for _ in range(3):
+            assert all(map(np.array_equal, over(x, w), apart))
+    if problem_fits:
+        assert "output_to_operand_aliasing" in over.as_text()
+
+
+def algorithms_that_fit(function, x) -> list:
+    results = [jax.ShapeDtypeStruct(*o) for o in plan.outputs(function)]
+    found = []
+    for algorithm in plan.IN_PLACE:
+        with contextlib.suppress(ValueError), algorithms.force(row_kernel=algorithm):
+            if plan.plan(device.this_device(), function.avals, results, function=function) is not None:
+                found.append(algorithm)
+    return found
 
 
 def test_the_same_bits_in_every_run():

@@ -81,6 +81,55 @@ CASES = [
 ]
 
 
+IN_PLACE = [
+    ("thread", (150, 7), "float32"),
+    ("lanes", (29, 64), "bfloat16"),
+    ("warp", (9, 777), "bfloat16"),
+    ("block", (5, 1100), "float32"),
+    ("cluster", (3, 4003), "bfloat16"),
+    ("streaming", (3, 3001), "float32"),
+    ("split", (3, 3001), "bfloat16"),
+]
+
+
+@needs_compiler
+@plans.needs_runtime
+@pytest.mark.parametrize("algorithm, shape, dtype", IN_PLACE)
+def test_results_over_operands(algorithm, shape, dtype):
+    def f(x, w):
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
+        return y * w, jnp.sum(y, -1), x + w
+
+    x, w = operands("xx", shape, dtype)
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(shape, dtype)] * 2, -1, "f")
+    function = function.overwriting([(1, 0), (0, 2)])
+    found = planned(function, algorithm)
+    assert found.algorithm == algorithm and plan.in_place(function, algorithm) == {1: 0, 0: 1}  # sums come last
+    emulated.prepare(found)
+    for unaligned in (False, True):
+        apart, over = (
+            emulated.run(found, [x, w], plan.outputs(function), unaligned, aliases=aliases)
+            for aliases in ((), ((1, 0), (0, 1)))
+        )
+        assert all(map(np.array_equal, apart, over))
+
+
+def test_what_is_not_written_over_an_operand():
+    x, labels = jax.ShapeDtypeStruct((4, 64), jnp.float32), jax.ShapeDtypeStruct((4, 1), jnp.int32)
+    pairs = {
+        "a pick": lambda x, k: x - jnp.take_along_axis(x, k, -1),
+        "another type": lambda x, k: (x + k).astype(jnp.bfloat16),
+        "transposed": lambda x, k: (x + k).T,
+    }
+    for what, f in pairs.items():
+        function, _, _ = trace(f, [x, labels], -1, "f")
+        assert plan.in_place(function.overwriting([(0, 0)]), "lanes") == {}, what
+    function, _, _ = trace(lambda x, k: x + k, [x, labels], -1, "f")
+    assert plan.in_place(function.overwriting([(0, 0)]), "strided") == {}
+    assert plan.in_place(function.overwriting([(0, 0)]), "lanes") == {0: 0}
+    assert function.overwriting([(0, 0)]) != function
+
+
 # The row is dimension 1 of these. (name, function, shape of x, shape of w, dtype, whether the gradient); threads of a block hold
 # the first, of a cluster the second, and the third is read again.
 ACROSS = [

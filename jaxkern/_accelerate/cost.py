@@ -201,7 +201,9 @@ class _Model:
         else:
             for values_ in reduced:
                 kernels.append(self._kernel_of(values_, ()))
-            if values:
+            if values and not self.stages:  # products read its rows: XLA makes a kernel for each array of them
+                kernels += [self._kernel_of([o.value], [o]) for o in late]
+            elif values:
                 kernels.append(self._kernel_of(values, late))
         launches = len(kernels) + 2 * bool(scattered) + any(o.kind == "columns" for o in sums)
         kernels += [(2 * scattered * self.elements, 1.0, 0)] if scattered else []

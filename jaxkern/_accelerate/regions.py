@@ -56,6 +56,11 @@ class Region:
     def reductions(self) -> list:
         return [e for e in self.equations if reduces(e) == (self.shape, (self.axis,))]
 
+    @property
+    def named(self):
+        """The equation whose line of source stands for the region."""
+        return next(iter(self.reductions), self.equations[-1])
+
 
 def reduces(e):
     """(shape, axes) of a reduction, or None."""

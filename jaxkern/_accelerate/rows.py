@@ -14,8 +14,8 @@ import typing
 
 import jax
 
-from jaxkern._accelerate import cost, cuts, inlining, lifting, memory, regions, tune
-from jaxkern._accelerate.equations import FUSED, bytes_of, is_variable, size_of, variables
+from jaxkern._accelerate import cost, cuts, inlining, last, lifting, memory, regions, siblings, tune
+from jaxkern._accelerate.equations import FUSED, bytes_of, is_variable, only_names, size_of, variables
 from jaxkern._core import (
     algorithms,
     compat,
@@ -50,7 +50,11 @@ def rewrite(module, jaxpr):
         return jaxpr
     inlining.note_calls(jaxpr, fused)
     least = 2 if settings.force else LEAST
-    if not inlining.reduces(least, jaxpr) or algorithms.xla_forced() or environment.xla_only():
+    if (
+        not (inlining.reduces(least, jaxpr) or siblings.possible(jaxpr.eqns))
+        or algorithms.xla_forced()
+        or environment.xla_only()
+    ):
         return jaxpr
     why_not = refusal(ctx, settings)
     tunes = settings.tune and not (settings.force or why_not or compat_lowering.for_export(ctx))
@@ -58,6 +62,8 @@ def rewrite(module, jaxpr):
     while True:
         equations, results, opened = inlining.inlined(jaxpr, seen, marks)
         equations, found = regions.find(equations, results, least)
+        if siblings.possible(equations):
+            found += siblings.find(equations, results, found, least)
         program = _Program(equations, results, found, {jaxpr.invars[k] for k in fused.get(id(jaxpr), (None, ()))[1]})
         taken = program.decided(settings, why_not, tunes)
         # Functions by name stay if no region needs a part of them: they may have kernels of their own.
@@ -141,7 +147,7 @@ class _Program:
     def _record(self, region, kernel, taken, refusal) -> bool:
         why = ": ".join(str(part) for part in (refusal, kernel.problem or kernel.estimate) if part)
         avals = [v.aval for v in kernel.operands if v.aval.shape == kernel.shape] or [v.aval for v in kernel.results]
-        frames = functools.partial(compat.frames, region.reductions[0].source_info.traceback)
+        frames = functools.partial(compat.frames, region.named.source_info.traceback)
         size = kernel.estimate.kernel_bytes if kernel.estimate is not None else 0
         return decisions.record(ROWS, taken, why, avals, frames, size)
 
@@ -184,7 +190,8 @@ class _Program:
         operands = list(dict.fromkeys(v for e in kept for v in variables(e) if v not in made))
         own = self._planned(region, kept, operands, region.results, region.shape, self._beside(region, operands))
         best = own
-        for cut, along in cuts.cuts_of(region, operands, self.outside) if best.estimate is not None else ():
+        whole = best.estimate is None or not region.reductions
+        for cut, along in () if whole else cuts.cuts_of(region, operands, self.outside):
             lifted = lifting.lifted(region, kept, operands, cut, along, self.outside, self._reader)
             if lifted is None:
                 continue
@@ -198,10 +205,29 @@ class _Program:
             found = found._replace(estimate=dataclasses.replace(found.estimate, **xla), lifted=lifted)
             if force or found.estimate.kernel < best.estimate.kernel:
                 best = found
-        more, most = self._live[region] + best.moved // 2 - self._live[None], self._live[None]  # it is written and read
-        if best.moved and not force and not best.problem and more > (memory.LARGER - 1) * most:
+        stored = best.moved // 2  # it is written and read
+        if not region.reductions:  # XLA stores its results one after the other
+            stored += sum(map(bytes_of, best.results)) - max(map(bytes_of, best.results))
+            stored -= sum(bytes_of(best.operands[k]) for k, _ in self._overwritten(region, best))
+        more, most = self._live[region] + stored - self._live[None], self._live[None]
+        if stored > 0 and not force and not best.problem and more > (memory.LARGER - 1) * most:
             return best._replace(problem=f"{best.estimate}; {memory.reason(more, most)}")
         return best
+
+    def _overwritten(self, region, kernel) -> list:
+        """(operand, result) pairs of rows that may share memory: operands that nothing reads after this kernel."""
+        free = [k for k, v in enumerate(kernel.results) if v.aval.shape == kernel.shape]
+        found: list = []
+        for k, v in enumerate(kernel.operands if kernel.lifted is None else ()):
+            fits = [j for j in free if kernel.results[j].aval.dtype == v.aval.dtype]
+            if v.aval.shape == kernel.shape and fits and self._last.reads(v, region):
+                found.append((k, fits[0]))
+                free.remove(fits[0])
+        return found
+
+    @functools.cached_property
+    def _last(self):
+        return last.LastReads(self.equations, self.results, self.regions)
 
     def _planned(self, region, equations, operands, results, shape, moved) -> _Kernel:
         """A region of these equations, with rows of this shape. moved: bytes that are moved beside it."""
@@ -260,9 +286,9 @@ class _Program:
         while pending:
             v = pending.pop()
             readers = self.readers.get(v, ())
-            if not readers or v in self.results or not all(_only_names(e) or _would_fuse(e, v) for e in readers):
+            if not readers or v in self.results or not all(only_names(e) or _would_fuse(e, v) for e in readers):
                 return False
-            pending += [e.outvars[0] for e in readers if _only_names(e)]
+            pending += [e.outvars[0] for e in readers if only_names(e)]
         return True
 
     def _lives(self) -> dict:
@@ -276,7 +302,7 @@ class _Program:
     def _is_stored(self, v) -> bool:
         """Whether XLA stores an array that a region reads: what others than it and other regions read, or what it cannot fuse."""
         e = self.made[v]
-        while (_only_names(e) or e.primitive.name in ("convert_element_type", "copy")) and v not in self.results:
+        while (only_names(e) or e.primitive.name in ("convert_element_type", "copy")) and v not in self.results:
             (v,) = variables(e)[:1] or (None,)
             if v not in self.made:
                 return v not in self.fused
@@ -314,8 +340,8 @@ class _Program:
                 nodes.append(_renamed(e, again) if again else e)
                 order[id(nodes[-1])] = order[id(e)]
         for region, kernel in taken:
-            like = region.reductions[0]
-            params = {"function": kernel.function}
+            like = region.named
+            params = {"function": kernel.function.overwriting(self._overwritten(region, kernel))}
             call = compat_rewriting.new_equation(
                 like, PRIMITIVES["row_kernel"].whole, kernel.operands, kernel.results, params
             )
@@ -363,18 +389,6 @@ def _renamed(e, names):
     """An equation with the values of `names` under their new names."""
     new = lambda v: names.get(v, v) if is_variable(v) else v
     return e.replace(invars=list(map(new, e.invars)), outvars=list(map(new, e.outvars)))
-
-
-def _only_names(e) -> bool:
-    """Whether an equation gives an array another shape, with the same elements in the same order: nothing is moved."""
-    if e.primitive.name == "broadcast_in_dim":
-        dims = e.params["broadcast_dimensions"]
-        return (
-            len(e.invars) == 1
-            and bytes_of(e.outvars[0]) == bytes_of(e.invars[0])
-            and tuple(sorted(dims)) == tuple(dims)
-        )
-    return e.primitive.name in ("reshape", "squeeze", "expand_dims")
 
 
 def _would_fuse(e, v) -> bool:

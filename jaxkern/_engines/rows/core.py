@@ -258,7 +258,11 @@ class Core:
     def _is_near_one(self, y) -> bool:
         """Whether y is a sum of the exponentials `relative`: from 1 to the length of a row, or NaN."""
         step = self.step_of.get(source(self.step_of, y))
-        return step is not None and step.name == "reduce_sum" and self.step_of.get(source(self.step_of, step.operands[0])) in self.relative
+        return (
+            step is not None
+            and step.name == "reduce_sum"
+            and self.step_of.get(source(self.step_of, step.operands[0])) in self.relative
+        )
 
     # ---- stages
 

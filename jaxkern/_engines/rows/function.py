@@ -1,6 +1,7 @@
 """Row functions as parameters of a primitive: a jaxpr on whole arrays, its derivatives, and what kernels make of it."""
 
 import contextlib
+import copy
 import functools
 import hashlib
 import typing
@@ -79,9 +80,11 @@ class RowFunction:
     CPU for "cpu" and elsewhere for "xla". avals, results: the types of its operands and results.
     tangent: None, or how it is differentiated instead of its jaxpr: tangent(wrt) is the function of (*results, *operands,
     *tangents of the operands at `wrt`) that returns the tangents of its results. `name` and the jaxpr determine it.
+    overwritten: (operand, result) pairs whose memory kernels may share, since nothing reads the operand later.
     """
 
     roles = variant = tangent = None
+    overwritten = ()
 
     def __init__(self, closed, row, label, name="row_kernel", algorithm="auto", replaces=False):
         self.closed, self.row, self.label, self.name, self.algorithm = closed, row, label, name, algorithm
@@ -104,6 +107,13 @@ class RowFunction:
     def __call__(self, *operands) -> list:
         """The jaxpr on arrays, as the user wrote it."""
         return jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *operands)
+
+    def overwriting(self, pairs) -> "RowFunction":
+        """The same function with these pairs; see `overwritten`."""
+        found = copy.copy(self)
+        found.overwritten = tuple(pairs)
+        found._digest = hashlib.sha256(f"{self._digest} {found.overwritten}".encode()).hexdigest()
+        return found
 
     # ---- what it computes
 

@@ -31,7 +31,6 @@ from jaxkern._engines.rows.guards import guards, place_of
 from jaxkern._engines.rows.program import groups_of_index
 from jaxkern._engines.rows.reductions import INDEX, Reduction, part_type
 
-
 _COMPARISONS = ("ge", "gt", "le", "lt")
 _FAR = 1 << 30
 

@@ -235,6 +235,17 @@ def _left(prim, ctx, operands, params) -> bool:
     return params["function"].replaces and bool(switch.refusal(ctx, switch.current()))
 
 
+def _overwritten(prim, operands, params):
+    """{operand: result} that share memory."""
+    del prim, operands
+    function = params["function"]
+    if not function.overwritten:
+        return None
+    outputs = [jax.core.ShapedArray(shape, dtype) for shape, dtype in plan.outputs(function)]
+    found = plan.plan(device.this_device(), function.avals, outputs, function=function)
+    return plan.in_place(function, found.algorithm)
+
+
 class Primitives(typing.NamedTuple):
     """whole: the row function. core: its kernel alone."""
 
@@ -257,6 +268,7 @@ def define(name: str, by_hand=None, makes_nan=True, **fixed) -> None:
         several=True,
         makes_nan=makes_nan,
         plan=plan.plan,
+        aliases=_overwritten,
     )
     whole = primitive(
         f"jaxkern_{name}",
@@ -267,6 +279,7 @@ def define(name: str, by_hand=None, makes_nan=True, **fixed) -> None:
         several=True,
         makes_nan=makes_nan,
         plan=functools.partial(plan.plan, alone=True),
+        aliases=_overwritten,
         adapt=_adapt,
         partition=_partition,
         left=_left,
