@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import _hlo, compiled
-from jaxkern._core import registry
+from jaxkern._core import device, registry
 
 MB = 1 << 20
 LARGER = 1.02  # temporary memory of the accelerated program over the plain one's
@@ -153,6 +153,19 @@ PROGRAMS = {
     "advantages": (advantages, spec(512, 8192), spec(513, 8192), spec(512, 8192)),
     "columns": (lambda x, y: jax.nn.logsumexp(x[:, None] - jnp.square(y), 0), spec(4096), spec(4096, 8192)),
 }
+
+
+@needs_xla
+def test_programs_are_planned_for_the_gpu_that_they_are_compiled_for():
+    seen, before = [], device.this_device
+
+    def f(x):
+        seen.append(device.this_device())
+        return 2 * x
+
+    compiled.compile(f, spec(8))
+    assert seen == [device.describe(compiled.devices()[0])] and seen[0].l2_bytes == 50 * MB
+    assert device.this_device is before
 
 
 @needs_xla
