@@ -233,7 +233,7 @@ def spread_median(f, x):
 
 
 def bins_of(f, x):
-    return x * f(np.arange(x.size).reshape(x.shape) % 3, SHAPE[2], jnp.sin(x))
+    return x * f(np.arange(x.size).reshape(x.shape) % 3, SHAPE[2], 0.1 * jnp.sin(x))
 
 
 def plain_bincount(at, length, weights):
@@ -357,8 +357,8 @@ CASES = {
     "quantile": (lambda x: x * jaxkern.quantile(x, 0.3, 1)[:, None], lambda x: x * jnp.quantile(x, 0.3, 1)[:, None]),
     "bincount": (lambda x: bins_of(jaxkern.bincount, x), lambda x: bins_of(plain_bincount, x)),
     "histogram": (
-        lambda x: x * jaxkern.histogram(jnp.sin(x), 5, (-1, 1), x)[0],
-        lambda x: x * jnp.histogram(jnp.sin(x), 5, (-1, 1), x)[0],
+        lambda x: x * jaxkern.histogram(jnp.sin(x), 5, (-1, 1), 0.1 * jnp.cos(x))[0],
+        lambda x: x * jnp.histogram(jnp.sin(x), 5, (-1, 1), 0.1 * jnp.cos(x))[0],
     ),
     "min_p": (
         lambda x: zeroed(jaxkern.min_p(x, 0.3)),

@@ -15,6 +15,7 @@ from problems import WIDTHS
 import jaxkern
 from jaxkern import algorithms
 from jaxkern._core import compat, device, functor, launch, registry
+from jaxkern._core.jaxprs import inner_jaxprs
 from jaxkern._definitions.traced import traced
 from jaxkern._engines.rows import plan as rows_plan
 from jaxkern._ops.norm import plan
@@ -307,6 +308,28 @@ def test_functions_that_these_kernels_do_not_take():
     shape = (2, 2, 2, 2, 2, 2, 2, 2, 2, 3)
     assert row_plan(with_epilogue("rms_norm", shape, [((2, 1, 2, 1, 2, 1, 2, 1, 2, 3), "float32")])) is None
     assert chosen(shape, [(shape, "float32")]) == "warp"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_behind_the_rows(name):
+    """These kernels read rows of adjacent elements: not where vmap has put a batch behind them, of one length or another."""
+    norm = functools.partial(getattr(jaxkern, name), eps=1e-6)
+    loss = lambda x: jnp.sum(jnp.sin(norm(x)))
+    by_hand = lambda function: plan.by_hand(
+        device.H200, function.avals, [jax.ShapeDtypeStruct(*o) for o in rows_plan.outputs(function)], function
+    )
+    for f in (norm, jax.grad(loss)):
+        for shape in ((4, 5, 3), (4, 5, 5)):
+            calls = {at: functions(jax.make_jaxpr(jax.vmap(f, at))(jnp.ones(shape)).jaxpr) for at in (0, 2)}
+            with algorithms.force(**{name: "warp"}):
+                assert calls[0] and all(by_hand(function) != rows_plan.GENERATED for function in calls[0])
+                assert calls[2] and all(by_hand(function) == rows_plan.GENERATED for function in calls[2])
+
+
+def functions(jaxpr) -> list:
+    """The row functions of the calls in a jaxpr."""
+    found = [e.params["function"] for e in jaxpr.eqns if e.primitive.name.startswith("jaxkern")]
+    return found + [x for e in jaxpr.eqns for inner in inner_jaxprs(e) for x in functions(inner)]
 
 
 @needs_nvrtc
