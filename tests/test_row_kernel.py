@@ -19,7 +19,7 @@ from row_functions import FUNCTIONS, operands, pairs, rms_norm
 import jaxkern
 from jaxkern import algorithms
 from jaxkern._core import device
-from jaxkern._engines.rows import plan
+from jaxkern._engines.rows import in_place, plan
 from jaxkern._engines.rows.function import trace
 from jaxkern._engines.rows.primitive import PRIMITIVES
 
@@ -250,7 +250,7 @@ def test_sums_of_16_bit_numbers_are_not_rounded_in_between():
     assert y.tolist() == [1.0, 1.0] and dw[1].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("algorithm", plan.IN_PLACE)
+@pytest.mark.parametrize("algorithm", in_place.IN_PLACE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [7, 64, 777, 4096] + [6200, 70001] * ON_GPU)
 def test_results_over_operands(width, dtype, algorithm):
@@ -276,7 +276,7 @@ def test_results_over_operands(width, dtype, algorithm):
 def algorithms_that_fit(function, x) -> list:
     results = [jax.ShapeDtypeStruct(*o) for o in plan.outputs(function)]
     found = []
-    for algorithm in plan.IN_PLACE:
+    for algorithm in in_place.IN_PLACE:
         with contextlib.suppress(ValueError), algorithms.force(row_kernel=algorithm):
             if plan.plan(device.this_device(), function.avals, results, function=function) is not None:
                 found.append(algorithm)

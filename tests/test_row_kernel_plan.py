@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import plans
 import pytest
+from jax import lax
 from row_functions import FUNCTIONS, layer_norm, operands
 
 from jaxkern import algorithms
 from jaxkern._core import compat, device, registry
-from jaxkern._engines.rows import layout, plan, tuning
+from jaxkern._core.draws import draw_p
+from jaxkern._engines.rows import in_place, layout, plan, tuning
 from jaxkern._engines.rows.function import trace
 
 # So few multiprocessors that blocks which sum over rows take several, and so little L2 that rows are taken by runs.
@@ -104,7 +106,7 @@ def test_results_over_operands(algorithm, shape, dtype):
     function, _, _ = trace(f, [jax.ShapeDtypeStruct(shape, dtype)] * 2, -1, "f")
     function = function.overwriting([(1, 0), (0, 2)])
     found = planned(function, algorithm)
-    assert found.algorithm == algorithm and plan.in_place(function, algorithm) == {1: 0, 0: 1}  # sums come last
+    assert found.algorithm == algorithm and in_place.in_place(function, algorithm) == {1: 0, 0: 1}  # sums come last
     emulated.prepare(found)
     for unaligned in (False, True):
         apart, over = (
@@ -112,6 +114,24 @@ def test_results_over_operands(algorithm, shape, dtype):
             for aliases in ((), ((1, 0), (0, 1)))
         )
         assert all(map(np.array_equal, apart, over))
+
+
+@needs_compiler
+@plans.needs_runtime
+@pytest.mark.parametrize("begin", [8, 12, 13])
+@pytest.mark.parametrize("algorithm", ["warp", "block", "thread"])
+def test_random_bits_of_a_part_of_each_row(algorithm, begin):
+    """The part of a device draws the bits of the places that it has in the whole rows."""
+
+    def f(x, begin):
+        place = lax.broadcasted_iota(jnp.int32, x.shape, 1) + begin
+        row = lax.broadcasted_iota(jnp.uint32, x.shape, 0)
+        key = [jnp.full((1, 1), k, jnp.uint32) for k in (3, 4)]
+        return jnp.where(draw_p.bind(place.astype(jnp.uint32), row, *key) < 30000, x, 0)
+
+    x = operands("x", (70, 7 if algorithm == "thread" else 24), "float32")[0]
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.int32)], -1, "f")
+    check(planned(function, algorithm), function, [x, np.int32(begin)], "float32")
 
 
 def test_what_is_not_written_over_an_operand():
@@ -123,10 +143,10 @@ def test_what_is_not_written_over_an_operand():
     }
     for what, f in pairs.items():
         function, _, _ = trace(f, [x, labels], -1, "f")
-        assert plan.in_place(function.overwriting([(0, 0)]), "lanes") == {}, what
+        assert in_place.in_place(function.overwriting([(0, 0)]), "lanes") == {}, what
     function, _, _ = trace(lambda x, k: x + k, [x, labels], -1, "f")
-    assert plan.in_place(function.overwriting([(0, 0)]), "strided") == {}
-    assert plan.in_place(function.overwriting([(0, 0)]), "lanes") == {0: 0}
+    assert in_place.in_place(function.overwriting([(0, 0)]), "strided") == {}
+    assert in_place.in_place(function.overwriting([(0, 0)]), "lanes") == {0: 0}
     assert function.overwriting([(0, 0)]) != function
 
 

@@ -553,6 +553,6 @@ def test_without_the_hook_rows_are_gathered(monkeypatch):
                 f = jax.jit(lambda x, g: both("softmax", -1)(x, g, None)).lower(*args).compile()
                 same(f(*args), both("softmax", -1)(x, g, None))
                 if silent:
-                    check(f.as_text(), {})
+                    check(f.as_text(), {}, kernel=False)  # XLA computes parts that are not gathered
     finally:
         find.cache_clear()

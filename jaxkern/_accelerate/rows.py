@@ -8,7 +8,6 @@ faster (cost.py). Everything else is lowered as it is written.
 
 import dataclasses
 import functools
-import itertools
 import math
 import typing
 
@@ -16,6 +15,7 @@ import jax
 
 from jaxkern._accelerate import cost, cuts, inlining, last, lifting, memory, regions, siblings, tune
 from jaxkern._accelerate.equations import FUSED, bytes_of, is_variable, only_names, size_of, variables
+from jaxkern._accelerate.sequences import in_order, renamed, with_own_indices
 from jaxkern._core import (
     algorithms,
     compat,
@@ -26,7 +26,7 @@ from jaxkern._core import (
     environment,
     switch,
 )
-from jaxkern._core.cpp import ELEMENTWISE, Unsupported
+from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.rows import plan as planning
 from jaxkern._engines.rows.function import RowFunction
 from jaxkern._engines.rows.primitive import PRIMITIVES
@@ -35,7 +35,6 @@ ROWS = "rows"
 LABEL = "the region"
 LEAST = 1 << 16  # elements of the arrays of a region; fewer take no longer than launches
 SKINNY = 128  # rows or columns of an operand of a product, up to which it is as fast as the other operand is read
-MOST_APART = 512  # equations of a region where indices are computed for each use
 NEAR = 0.5  # of the kernel's time: a region for which XLA's estimate is shorter is not timed
 
 
@@ -235,7 +234,7 @@ class _Program:
         row = next((k for k, v in enumerate([*operands, *results]) if v.aval.shape == shape), None)
         if row is None:
             return found._replace(problem="no array of rows is read or written")
-        closed = compat_rewriting.closed_jaxpr(_apart(equations), operands, results)
+        closed = compat_rewriting.closed_jaxpr(with_own_indices(equations), operands, results)
         function = RowFunction(closed, (row, region.axis), LABEL)
         estimate, problem = _estimated(function, device.this_device())
         if problem:
@@ -332,12 +331,12 @@ class _Program:
                     copied[id(e)] = again
                 elif out in inside:
                     again[out] = compat_rewriting.new_variable(out.aval)
-                    nodes.append(_renamed(e, again))
+                    nodes.append(renamed(e, again))
                     order[id(nodes[-1])] = order[id(e)]
         for e in self.equations:
             if not any(v in inside for v in e.outvars):
                 again = copied.get(id(e))
-                nodes.append(_renamed(e, again) if again else e)
+                nodes.append(renamed(e, again) if again else e)
                 order[id(nodes[-1])] = order[id(e)]
         for region, kernel in taken:
             like = region.named
@@ -349,7 +348,7 @@ class _Program:
             for e in (*before, call, *after):
                 order[id(e)] = max(place[v] for v in region.results)
                 nodes.append(e)
-        found = _sorted(sorted(nodes, key=lambda e: order[id(e)]))
+        found = in_order(sorted(nodes, key=lambda e: order[id(e)]))
         if not any(kernel.lifted for _, kernel in taken):
             return found
         needed, used = set(filter(is_variable, self.results)), []  # without the slices that nothing reads any more
@@ -358,37 +357,6 @@ class _Program:
                 needed.update(variables(e))
                 used.append(e)
         return used[::-1]
-
-
-def _apart(equations) -> list:
-    """The equations with an array of indices of its own for each use of one.
-
-    `i[:, None] >= i` with `i = jnp.arange(n)` compares places along two dimensions of a region, which one array cannot name.
-    """
-    again = {e.outvars[0]: e for e in equations if e.primitive.name == "iota" and len(e.outvars[0].aval.shape) == 1}
-    for e in equations:  # and what is computed from places alone
-        (out,) = e.outvars
-        if e.primitive.name in ELEMENTWISE and len(out.aval.shape) == 1 and variables(e):
-            again |= {out: e} if all(v in again for v in variables(e)) else {}
-    found: list = []
-
-    def of(v):
-        if not is_variable(v) or v not in again or len(found) > MOST_APART:
-            return v
-        out = compat_rewriting.new_variable(v.aval)
-        found.append(again[v].replace(invars=list(map(of, again[v].invars)), outvars=[out]))
-        return out
-
-    for e in equations:
-        if e.outvars[0] not in again:
-            found.append(e.replace(invars=list(map(of, e.invars))))
-    return found if len(found) <= MOST_APART else equations
-
-
-def _renamed(e, names):
-    """An equation with the values of `names` under their new names."""
-    new = lambda v: names.get(v, v) if is_variable(v) else v
-    return e.replace(invars=list(map(new, e.invars)), outvars=list(map(new, e.outvars)))
 
 
 def _would_fuse(e, v) -> bool:
@@ -412,33 +380,6 @@ def _would_fuse(e, v) -> bool:
             if sorted(batch[side]) != list(range(len(batch[side]))) or not ends:
                 return True  # a copy in another order
     return False
-
-
-def _sorted(equations) -> list:
-    """Equations in an order in which each follows those that make its operands, and those with effects keep their order."""
-    made = {v: k for k, e in enumerate(equations) for v in e.outvars}
-    effects = [k for k, e in enumerate(equations) if e.effects]
-    before = dict(itertools.pairwise(reversed(effects)))
-    state, found = [0] * len(equations), []
-    for start in range(len(equations)):
-        pending = [start]
-        while pending:
-            k = pending[-1]
-            if state[k] == 2:
-                pending.pop()
-                continue
-            needs = [made[v] for v in variables(equations[k]) if v in made]
-            needs += [before[k]] if k in before else []
-            waits = [n for n in needs if state[n] != 2]
-            if waits and state[k] == 1:
-                raise AssertionError("regions depend on each other")
-            state[k] = 1 if waits else 2
-            if waits:
-                pending += waits
-            else:
-                found.append(equations[k])
-                pending.pop()
-    return found
 
 
 @functools.lru_cache(maxsize=1024)

@@ -302,9 +302,9 @@ class _Writer:
             for step in order:
                 if self._is_identity(step):
                     env[step.result] = read(step.operands[0])
-                elif step.name == "draw" and ("first", step) in env:
+                elif ("in pack", step) in env:
                     place, *rest = (jax.lax.convert_element_type(read(x), np.uint32) for x in step.operands)
-                    first = jax.lax.convert_element_type(env["first", step], np.uint32)
+                    first = place - jax.lax.convert_element_type(env["in pack", step], np.uint32)
                     env[step.result] = draw_in_pack_p.bind(place, first, *rest)
                 elif self._divides(step):
                     x, y = map(read, step.operands)
@@ -323,7 +323,7 @@ class _Writer:
                     env.update(zip(step.results, compute(step, [read(x) for x in step.operands])))
             return [jnp.asarray(read(v)) for v in wanted]
 
-        part = lambda name: INDEX if name == "first" else np.dtype(np.float32)
+        part = lambda name: INDEX if name in ("first", "in pack") else np.dtype(np.float32)
         dtype = lambda v: part(v[0]) if isinstance(v, tuple) else computing(v.dtype)
         types = [INDEX if v in places else dtype(v) for v in leaves]
         outs = [computing(np.dtype(v.aval.dtype)) for v in wanted]
@@ -336,7 +336,8 @@ class _Writer:
         """({value: expression} of the inputs of a functor, the steps that it computes in order).
 
         The inverse of a divisor and its scale are the inputs ("inverse", divisor) and ("scale", divisor); where a pack begins, for
-        the random bits of a step or a comparison of places, is ("first", step).
+        a comparison of places, is ("first", step), and the place in a pack, for random bits, ("in pack", step): where rows are parts
+        of longer ones, the places of random bits begin elsewhere.
         """
         leaves, order, found = {}, [], set()
 
@@ -356,7 +357,9 @@ class _Writer:
                 return
             for x in step.operands[:1] if self._is_identity(step) else step.operands:
                 find(x)
-            if (step.name == "draw" and step.operands[0].is_row) or self._compares_places(step):
+            if step.name == "draw" and step.operands[0].is_row:
+                leaves["in pack", step] = "at - first"
+            elif self._compares_places(step):
                 leaves["first", step] = "first"
             if self._divides(step):
                 y = step.operands[1]

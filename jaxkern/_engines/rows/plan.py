@@ -12,7 +12,8 @@ from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
 from jaxkern._engines.jaxpr import Value
 from jaxkern._engines.rows import tuning
 from jaxkern._engines.rows.generate import source
-from jaxkern._engines.rows.guards import guards, place_of
+from jaxkern._engines.rows.guards import guards
+from jaxkern._engines.rows.in_place import last_of, views_of
 from jaxkern._engines.rows.layout import (
     ALGORITHMS,
     Layout,
@@ -53,26 +54,6 @@ def outputs(function) -> list:
     return [(size(o.result), o.dtype) for o in function.core.outputs]
 
 
-# In these, the thread that writes an element of a row is the one that has read this element of the operands, or its block has read
-# all of the row before. Elements that are picked are read by other threads, too.
-IN_PLACE = ("thread", "lanes", "warp", "block", "cluster", "streaming", "split")
-
-
-def in_place(function, algorithm) -> dict:
-    """{operand: output of the kernel} that share memory: those of `function.overwritten` that the kernel writes as they are read."""
-    core, program, found = function.core, function.program, {}
-    rows = {o.result: k for k, o in enumerate(core.outputs) if o.kind == "row"}
-    picks = any(place_of(core, step) is not None for step in core.passes[0]) if core.passes else False
-    if algorithm not in IN_PLACE or picks or any(_last(v) is not program.row for v in _views(core)):
-        return found
-    for operand, result in function.overwritten:
-        x, y = program.operands[operand], program.results[result]
-        same = y in rows and x.dims == y.dims and {*x.dims} == {*program.others, program.row}
-        if same and x.dtype == core.outputs[rows[y]].dtype:
-            found[operand] = rows[y]
-    return found
-
-
 def _picked(function, problem, device) -> str:
     """The algorithm that the caller of the function forced, that is forced here, or that is chosen."""
     own = BY_HAND.get(function.name)
@@ -103,8 +84,8 @@ def plan(device, operands, results, *, function, alone=False):
     if any(isinstance(v, Value) and len(program.groups(v)) > define.MAP_RANK for v in mapped):
         return None
     rows, width = math.prod(d.size for d in program.others), program.row.size
-    views = _views(core)
-    if any(_last(v) is not program.row for v in views):
+    views = views_of(core)
+    if any(last_of(v) is not program.row for v in views):
         return _strided(device, operands, arrays, function, views)
     columns = [o for o in core.outputs if o.kind == "columns"]
     row_types = [*(operands[k].dtype for k in core.rows), *(o.dtype for o in core.of_kind("row"))]
@@ -340,16 +321,6 @@ def _place(core, output) -> int:
     return core.outputs.index(output)
 
 
-def _views(core) -> list:
-    """The arrays of rows that a kernel reads and writes."""
-    return [*(core.program.operands[k] for k in core.rows), *(o.result for o in core.of_kind("row"))]
-
-
-def _last(value):
-    """The last dimension of an array."""
-    return next(d for d in reversed(value.dims) if d is not None)
-
-
 def _sums(core, walkers, width, scratch=0, of_numbers=None):
     """(buffers for the sums over rows of each block or cluster, bytes of scratch, launches that add them).
 
@@ -431,7 +402,7 @@ def _strided(device, operands, arrays, function, views):
     """The plan where the row is not the last dimension of its arrays. All that have the innermost of the others have it last."""
     core, program = function.core, function.program
     inner = program.others[-1] if program.others else None
-    if inner is None or any(inner in v.dims and _last(v) is not inner for v in views):
+    if inner is None or any(inner in v.dims and last_of(v) is not inner for v in views):
         return None
     rows, width = math.prod(d.size for d in program.others), program.row.size
     own = [k for k in core.rows if inner in program.operands[k].dims]

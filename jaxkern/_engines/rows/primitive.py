@@ -20,7 +20,7 @@ from jaxkern._core.cpp import Unsupported
 from jaxkern._core.define import ceil_div, primitive
 from jaxkern._core.primitive import bind
 from jaxkern._engines.jaxpr import INDICES
-from jaxkern._engines.rows import exchange, layout, plan, queries
+from jaxkern._engines.rows import exchange, in_place, layout, plan, queries
 from jaxkern._engines.rows.core import Core
 from jaxkern._engines.rows.exchange import COLLECTIVES
 
@@ -243,7 +243,7 @@ def _overwritten(prim, operands, params):
         return None
     outputs = [jax.core.ShapedArray(shape, dtype) for shape, dtype in plan.outputs(function)]
     found = plan.plan(device.this_device(), function.avals, outputs, function=function)
-    return plan.in_place(function, found.algorithm)
+    return in_place.in_place(function, found.algorithm)
 
 
 class Primitives(typing.NamedTuple):
