@@ -14,6 +14,10 @@
 // dimension is 0. kFar: lanes of one thread may lie 2^31 or more elements apart in an array. FromZero: carries that start
 // with 0, which are not read.
 //
+// An element of ys may be a sum over lanes of a block: YsInner and YsGroup say over which, and `YsSums` is defined. All lanes of the
+// block run. Each thread adds up its own lanes, warps exchange what is left, and one barrier in each step joins the warps of a block.
+// The order of a sum is fixed.
+//
 // Memory traffic: each element of xs is read once, each element of ys is written once; constants and carries are read and
 // written once per loop.
 #pragma once
@@ -57,6 +61,77 @@ template <class T> __device__ __forceinline__ T Rounded(Own<T> x) {
 
 template <class T, int N> struct PerLane {
   T of[N];
+};
+
+// Over which lanes of a block the elements of ys are summed: those whose places in the block differ only in the digits of
+// weight Inner, 2 * Inner, ..., Inner * Group / 2.
+template <class F, class = void> struct YsSums {
+  static constexpr bool kAny = false;
+  static constexpr int Inner(int) { return 1; }
+  static constexpr int Group(int) { return 1; }
+};
+template <class F> struct YsSums<F, std::void_t<typename F::YsSums>> {
+  static constexpr bool kAny = true;
+  static constexpr int Inner(int k) { return F::YsInner(k); }
+  static constexpr int Group(int k) { return F::YsGroup(k); }
+};
+
+// The sums over lanes of a block of one element of ys. InWarp leaves the sum over a warp in all its lanes. If the lanes of a sum are
+// in several warps, Put leaves that where other warps find it, and Get, behind a barrier, gives the lanes that store a sum all of it.
+// turn: 0 and 1, one step after the other. k: the place of the element among ys; each has shared memory of its own.
+template <int k, int kInner, int kGroup, int kThreads, int N, class T> struct SumOverLanes {
+  static constexpr int kEnd = kInner * kGroup, kOfWarp = 32 * N;
+  static constexpr bool kOverBlock = kEnd > kOfWarp;
+  static constexpr int kWidth = kInner < kOfWarp ? kInner : kOfWarp;      // sums of a warp
+  static constexpr int kApart = kInner < kOfWarp ? 1 : kInner / kOfWarp;  // the distance of two warps that share sums
+  static constexpr int kWarps = kInner < kOfWarp ? kEnd / kOfWarp : kGroup;
+  static_assert(kEnd <= kThreads * N && (kThreads % 32 == 0 || kGroup == 1), "");
+
+  static __device__ __forceinline__ void InWarp(PerLane<T, N>& value) {
+    if constexpr (kGroup > 1) {
+#pragma unroll
+      for (int d = kInner; d < kEnd && d < N; d *= 2) {
+        const PerLane<T, N> own = value;
+#pragma unroll
+        for (int i = 0; i < N; ++i) value.of[i] = own.of[i] + own.of[i ^ d];
+      }
+      // If there are shuffles, the lanes of a thread that are summed have one value.
+      constexpr int kOwn = kInner < N && kEnd >= N ? kInner : N;
+#pragma unroll
+      for (int d = kInner < N ? N : kInner; d < kEnd && d < kOfWarp; d *= 2) {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) value.of[i] = value.of[i] + __shfl_xor_sync(0xffffffffu, value.of[i], d / N);
+      }
+#pragma unroll
+      for (int i = kOwn; i < N; ++i) value.of[i] = value.of[i % kOwn];
+    }
+  }
+
+  static __device__ __forceinline__ T* Room(int turn) {
+    __shared__ T room[2 * (kThreads / 32 + (kThreads < 32)) * kWidth];
+    return room + turn * (kThreads / 32) * kWidth;
+  }
+  static __device__ __forceinline__ void Put(const PerLane<T, N>& value, int turn) {
+    const int at = threadIdx.x % 32 * N;
+    T* room = Room(turn) + threadIdx.x / 32 * kWidth;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (at + i < kWidth) room[at + i] = value.of[i];
+    }
+  }
+  static __device__ __forceinline__ void Get(PerLane<T, N>& value, int turn) {
+    const int at = threadIdx.x % 32 * N, first = threadIdx.x / 32;
+    if (at >= kWidth || first / kApart % kWarps != 0) return;
+    const T* room = Room(turn) + first * kWidth;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (at + i >= kWidth) continue;
+      T total = room[at + i];
+#pragma unroll
+      for (int w = 1; w < kWarps; ++w) total = total + room[w * kApart * kWidth + at + i];
+      value.of[i] = total;
+    }
+  }
 };
 
 template <class F, int N, class Consts = typename F::Consts, class Carries = typename F::Carries,
@@ -171,7 +246,12 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
     else return Read<T, F::CarriesKind(J), F::CarriesMap(J)>(a, a.init[J], lane);
   }
 
-  template <int kAhead, int kRest, bool kReverse, size_t... I, size_t... J, size_t... L, size_t... M, size_t... P>
+  // The sums of an element of ys.
+  template <class Y_, int k, int kThreads> using Sum =
+      SumOverLanes<k, YsSums<F>::Inner(k), YsSums<F>::Group(k), kThreads, N, Own<Y_>>;
+
+  template <int kThreads, int kAhead, int kRest, bool kReverse, size_t... I, size_t... J, size_t... L, size_t... M,
+            size_t... P>
   static __device__ __forceinline__ void Run(const Args& a, int64_t lane, std::index_sequence<I...>,
                                              std::index_sequence<J...>, std::index_sequence<L...>,
                                              std::index_sequence<M...>, std::index_sequence<P...>) {
@@ -196,6 +276,7 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
     const auto load = [&](Step& x, int u) {
       ((At<L>(x) = Load<X, F::XsKind(L), F::XsMap(L)>(At<L>(from), kSign * u * F::XsStep(L))), ...);
     };
+    [[maybe_unused]] int turn = 0;
     const auto run = [&](const Step& x, int u) {
       Slots<YIndex, PerLane<Own<Y>, N>...> y;
 #pragma unroll
@@ -205,6 +286,21 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
                            At<J>(carry).of[i]..., At<M>(y).of[i]...);
         // A carry of 16 bits is rounded in every step.
         ((At<J>(carry).of[i] = Round<C>(At<J>(carry).of[i])), ...);
+      }
+      if constexpr (YsSums<F>::kAny) {
+        (Sum<Y, M, kThreads>::InWarp(At<M>(y)), ...);
+        if constexpr ((Sum<Y, M, kThreads>::kOverBlock || ...)) {
+          const auto put = [&](auto sum, auto& value) {
+            if constexpr (decltype(sum)::kOverBlock) sum.Put(value, turn);
+          };
+          const auto get = [&](auto sum, auto& value) {
+            if constexpr (decltype(sum)::kOverBlock) sum.Get(value, turn);
+          };
+          (put(Sum<Y, M, kThreads>(), At<M>(y)), ...);
+          __syncthreads();
+          (get(Sum<Y, M, kThreads>(), At<M>(y)), ...);
+          turn ^= 1;
+        }
       }
       (Store<Y, F::YsKind(M), F::YsMap(M)>(At<M>(to), kSign * u * F::YsStep(M), At<M>(y), owners[M]), ...);
     };
@@ -250,9 +346,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   using Engine = LoopEngine<F, N>;
   const int64_t lane = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
   if (lane >= a.lanes) return;
-  Engine::template Run<kAhead, kRest, kReverse>(a, lane, typename Engine::ConstIndex(), typename Engine::CarryIndex(),
-                                                typename Engine::XIndex(), typename Engine::YIndex(),
-                                                typename Engine::PlaceIndex());
+  Engine::template Run<kThreads, kAhead, kRest, kReverse>(a, lane, typename Engine::ConstIndex(),
+                                                          typename Engine::CarryIndex(), typename Engine::XIndex(),
+                                                          typename Engine::YIndex(), typename Engine::PlaceIndex());
 }
 
 }  // namespace jaxkern

@@ -8,6 +8,7 @@ in; new carries and elements of ys out.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +34,20 @@ class Array:
     order: the dimensions in memory of an array of all steps, slowest first: 0 is the dimension of steps, k is dims[k - 1]. Empty
         if they are in order. A dimension that it leaves out is not in memory: all elements along it are one.
     length: the number of steps; needed for another order.
+    summed: {dimension: how many adjacent elements along it a block adds up: they are one in memory}. inner: the distance of two lanes
+        that it adds up.
     """
 
     dims: tuple
     dtype: np.dtype
     order: tuple = ()
     length: int = 1
+    summed: dict = dataclasses.field(default_factory=dict)
+    inner: int = 1
+
+    def size(self, d) -> int:
+        """The number of elements in memory along a dimension; None stands for one of size 1."""
+        return 1 if d is None else d.size // self.summed.get(d, 1)
 
     def strides(self) -> tuple:
         """({dimension: distance of two elements along it}, distance of two steps)."""
@@ -47,7 +56,7 @@ class Array:
             if axis == 0:
                 of_steps, stride = stride, stride * self.length
             elif (d := self.dims[axis - 1]) is not None:
-                found[d], stride = stride, stride * d.size
+                found[d], stride = stride, stride * self.size(d)
         return found, of_steps
 
     @property
@@ -58,7 +67,7 @@ class Array:
     @property
     def reach(self) -> int:
         """The distance of the first and the last lane of a step."""
-        return sum((d.size - 1) * stride for d, stride in self.strides()[0].items())
+        return sum((self.size(d) - 1) * stride for d, stride in self.strides()[0].items())
 
 
 class Core:
@@ -98,6 +107,41 @@ class Core:
             self.ys[k - program.num_carry] = Array(accumulated(dims), computing(own))
         self.function = self._function(program.results)
 
+    def sum_in_blocks(self, lanes) -> int:
+        """Has blocks of so many lanes, a power of two, add up elements of ys that are sums over lanes, as far as they can.
+
+        Returns how many elements of such a sum become one, at least; 1 if a sum stays with the program after the loop.
+        """
+        least = lanes
+        for k, terms in self.program.sums.items():
+            own = self.program.results[k].set()
+            y = self.ys[k - self.program.num_carry]
+            is_wide = y.dtype in (np.float32, np.float64)
+            y.inner, y.summed = self._adjacent(terms - own, lanes) if is_wide else (1, {})
+            is_whole = all(y.size(d) == 1 for d in terms - own)
+            least = least if is_whole else min(least, math.prod(y.summed.values()))
+        return least
+
+    def _adjacent(self, dims, most) -> tuple:
+        """(inner, {dimension: count}) of the lanes of a block that differ in these dimensions alone; see Array.summed."""
+        found, inner, left = {}, 1, most
+        for d in reversed(self.program.dims):
+            if d in dims:
+                count = min(left, d.size & -d.size)
+                found |= {d: count} if count > 1 else {}
+                left //= count
+                if count < d.size:
+                    break
+            elif found:
+                break
+            else:
+                if d.size & (d.size - 1):
+                    break
+                inner, left = inner * d.size, left // d.size
+                if left < 2:
+                    break
+        return (inner, found) if found else (1, {})
+
     def operand(self, k) -> Array:
         v = self.program.operands[k]
         return Array(v.dims, v.dtype, self.orders.get(k, ()), self.length)
@@ -110,7 +154,7 @@ class Core:
     @property
     def results(self) -> list:
         """(shape of a step, dtype) of each array that the kernel writes: the carries, then ys."""
-        shape = lambda a: tuple(1 if d is None else d.size for d in a.dims)
+        shape = lambda a: tuple(map(a.size, a.dims))
         return [(shape(a), a.dtype) for a in (*self.carries, *self.ys)]
 
     def shapes(self, length) -> list:
@@ -183,7 +227,7 @@ class Core:
 
     def _groups(self, array) -> list:
         strides, _ = array.strides()
-        return merged((d.size, strides.get(d, 0)) for d in reversed(self.program.dims))
+        return merged(pair for d in reversed(self.program.dims) for pair in _pairs(d, strides.get(d, 0), array))
 
     def kind(self, array, lanes) -> int:
         """How `lanes` adjacent lanes lie in an array."""
@@ -197,7 +241,7 @@ class Core:
 
     def source(self, name, lanes):
         """(the struct as definitions for namespace jaxkern, the groups of each of its index maps)."""
-        maps = []
+        maps, program = [], self.program
 
         def number(groups):
             if not groups:
@@ -209,12 +253,15 @@ class Core:
             return maps.index(groups)
 
         def missing(array):
-            """The place of a lane along the dimensions that an array lacks."""
-            own = {d for d in array.dims if d is not None}
-            lacking = [d for d in self.program.dims if d not in own]
-            return self._groups(Array(tuple(lacking), array.dtype))
+            """The place of a lane along the dimensions that an array lacks, or along which it has sums of a block."""
+            own, pairs, stride = {d for d in array.dims if d is not None}, [], 1
+            for d in reversed(program.dims):
+                count = array.summed.get(d, 1) if d in own else d.size
+                pairs += [(count, stride)] if d not in own or count > 1 else []
+                pairs += [(d.size // count, 0)] if d in own and (count == 1 or count < d.size) else []
+                stride *= count
+            return merged(pairs)
 
-        program = self.program
         consts, xs = list(map(self.operand, self.consts)), list(map(self.operand, self.xs))
         types = {"Consts": consts, "Carries": self.carries, "Xs": xs, "Ys": self.ys}
         text = [f"  using {k} = Types<{', '.join(cpp_type(a.dtype) for a in v)}>;" for k, v in types.items()]
@@ -230,6 +277,10 @@ class Core:
             table(f"{kind}Step", (a.step for a in types[kind]), 0, "int64_t")
         table("CarriesOwner", (number(missing(a)) for a in self.carries), _NONE)
         table("YsOwner", (number(missing(a)) for a in self.ys), _NONE)
+        if any(a.summed for a in self.ys):
+            text.append("  using YsSums = Types<>;")
+            table("YsInner", (a.inner for a in self.ys), 1)
+            table("YsGroup", (math.prod(a.summed.values()) for a in self.ys), 1)
         table("FromZero", (int(k in self.zeros) for k in range(len(self.carries))), 0)
         place = lambda dim: merged((d.size, int(d is dim)) for d in reversed(program.dims))
         table("PlaceMap", (number(place(d)) for d in self.indices), _NONE)
@@ -238,3 +289,10 @@ class Core:
         text.append(f"  static constexpr int kIndices = {len(self.indices)}, kMaps = {len(maps)};")
         text.append(f"  using Step = {name}Step;")
         return self.function.source(f"{name}Step") + "\n".join([f"struct {name} {{", *text, "};"]) + "\n", maps
+
+
+def _pairs(d, stride, array) -> list:
+    """(size, stride) of the parts of a dimension of the lanes, innermost first."""
+    count = array.summed.get(d, 1)
+    parts = [(count, 0)] if count > 1 else []
+    return parts if count == d.size > 1 else [*parts, (d.size // count, stride)]

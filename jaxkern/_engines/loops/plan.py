@@ -77,13 +77,14 @@ def plan(device, core, length, reverse):
     lanes = math.prod(d.size for d in program.dims)
     check(core, core.function.size)
 
-    def launches(each):
+    def launches(each, block=None):
         source, maps = core.source(NAME, each)
         xs = list(map(core.operand, core.xs))
         words = sum(ceil_div(a.dtype.itemsize * (each if core.kind(a, each) == PACK else 1), 4) for a in xs)
         threads = lanes // each
         ahead = steps_ahead(words, ceil_div(threads, device.sm_count), length, core.function, each)
-        block = tuning.THREADS if threads >= tuning.THREADS * 2 * device.sm_count else tuning.FEW_THREADS
+        if block is None:
+            block = tuning.THREADS if threads >= tuning.THREADS * 2 * device.sm_count else tuning.FEW_THREADS
         grid = ceil_div(threads, block)
         registers = tuning.OWN_REGISTERS + ahead * words + each * values_of_a_lane(core)
         resident = max(1, min(ceil_div(grid, device.sm_count), 65536 // (block * registers)))
@@ -105,9 +106,31 @@ def plan(device, core, length, reverse):
         if found is not None:
             return found
     each = lanes_of_a_thread(device, core, lanes)
+    block = threads_that_sum(device, core, lanes, length, each)
     if each == 1:
-        return Plan("lanes", launches(1))
-    return Plan("lanes", launches(each), 0, launches(1))
+        return Plan("lanes", launches(1, block))
+    return Plan("lanes", launches(each, block), 0, launches(1, block and block * each))
+
+
+def threads_that_sum(device, core, lanes, length, each) -> int | None:
+    """The threads of a block that adds up elements of ys that are sums over lanes; None if no block does.
+
+    each: lanes of a thread. Tells `core` so. Otherwise the terms are in memory, and are added up after the loop.
+    """
+    sums = [core.ys[k - core.program.num_carry] for k in core.program.sums]
+    terms = sum(length * a.dtype.itemsize * math.prod(map(a.size, a.dims)) for a in sums)
+    if lanes < tuning.SUM_LANES * device.sm_count or terms < tuning.SUM_TERMS:
+        return None
+    found, least = None, 1
+    for block in (tuning.THREADS << k for k in range(3)):
+        grid = lanes // (block * each)
+        waves = ceil_div(grid, device.sm_count) * device.sm_count
+        if lanes % (block * each) or block * each > 1024 or waves > tuning.SUM_WAVES * grid:
+            continue
+        if least < tuning.SUM_COUNT and (more := core.sum_in_blocks(block * each)) > least:
+            found, least = block, more
+    core.sum_in_blocks(found * each if found else 1)
+    return found
 
 
 def in_place(core, algorithm) -> dict[int, int]:
