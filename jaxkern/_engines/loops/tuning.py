@@ -18,7 +18,8 @@ OWN_REGISTERS = 48  # per thread, beside those for its values: addresses, counte
 MOST_AHEAD, LEAST_AHEAD = 112, 4  # steps that are loaded ahead; 128 spilled
 # Sums over lanes of elements of ys, of which blocks add up as many lanes as they can: lanes of each multiprocessor, at least, and bytes of
 # all terms, which would be in memory; terms that become one, where a larger block finds more; and the time of a grid that leaves
-# multiprocessors idle at its end, over that of one that does not [124 lanes of each: gradient 0.74 ms, 0.72 with sums; forward 0.20 and 0.22; H200].
+# multiprocessors idle at its end, over that of one that does not
+# [124 lanes of each: gradient 0.74 ms, 0.72 with sums; forward 0.20 and 0.22; H200].
 SUM_LANES, SUM_TERMS, SUM_COUNT, SUM_WAVES = 96, 32 << 20, 16, 1.25
 BODY = 4000  # statements of an unrolled loop, which compile within seconds
 # Instructions of a thread beyond which no step is loaded ahead: a warp runs at most one in a cycle, and a load from memory takes about 700.
