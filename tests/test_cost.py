@@ -1,5 +1,6 @@
 """The model that decides which regions of rows `accelerate` takes, against measurements."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -104,6 +105,12 @@ def test_neighbours():
     found = cost.Estimate(2e-5, 1.9e-5, 100, 80, 4e12)
     assert found.wins and not found.beside(10**7).wins and found.beside(20).kernel_bytes == 100
     assert str(found.beside(20)).endswith("one kernel: 0.0001 MB, 19 us (2e-05 MB for arrays that XLA does not store)")
+
+
+def test_what_stores_more_must_gain_more():
+    alone = cost.Estimate(1.05e-4, 1e-4, 300, 200, 3e12)
+    assert alone.wins and not dataclasses.replace(alone, unstored=100).wins
+    assert dataclasses.replace(alone, xla=1.2e-4, unstored=100).wins
 
 
 def test_arithmetic_is_named_where_it_limits_a_kernel():

@@ -283,6 +283,24 @@ def algorithms_that_fit(function, x) -> list:
     return found
 
 
+@pytest.mark.parametrize("width", [64, 1000, 5000])
+def test_sums_of_exponentials_beside_rows_of_16_bits(width):
+    """They are stored in float32, and as right as that."""
+    x = jnp.asarray(8 * np.random.default_rng(width).normal(size=(300, width)), jnp.bfloat16)
+
+    def f(x):
+        wide = x.astype(jnp.float32)
+        e = jnp.exp(wide - jnp.max(wide, -1, keepdims=True))
+        z = jnp.sum(e, -1, keepdims=True)
+        return (e / z).astype(x.dtype), z
+
+    y, z = jax.jit(jaxkern.row_kernel(f))(x)
+    exact = np.exp(np.asarray(x, np.float64) - np.asarray(x, np.float64).max(-1, keepdims=True))
+    np.testing.assert_allclose(z, exact.sum(-1, keepdims=True), rtol=6e-7)
+    wanted = exact / exact.sum(-1, keepdims=True)
+    np.testing.assert_allclose(np.asarray(y, np.float64), wanted, rtol=2**-8 + 2**-14, atol=1e-30)
+
+
 def test_the_same_bits_in_every_run():
     args = list(map(jnp.asarray, operands("xcc", (64, 5, 640), "float32")))
     run = jax.jit(lambda *a: gradients(jaxkern.row_kernel(FUNCTIONS["layer_norm"][0]), a))

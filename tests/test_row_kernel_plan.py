@@ -1,5 +1,7 @@
 """Plans of row functions: which algorithm, what its kernels compute (run on the CPU), and that they compile for GPUs."""
 
+import re
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -455,6 +457,37 @@ def test_rows_of_16_bits_beside_numbers_of_32_are_divided_coarsely():
     function, _, _ = trace(f, [jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)], -1, "f")
     code = planned(function).launches[0].source
     assert "lax::exp" in code and "coarse::exp" not in code and "lax::quotient" not in code
+
+
+def test_exponentials_relative_to_the_largest_of_a_row():
+    """In sums of float32 beside rows of 16 bits two instructions are enough, unless they are compared; not for rows of 32 bits."""
+
+    def f(x, dtype, jumps=False):
+        q = jnp.max(x, -1, keepdims=True).astype(jnp.float32)
+        e = jnp.exp(x.astype(jnp.float32) - q)
+        z = jnp.sum(e, -1, keepdims=True)
+        e = jnp.where(e > 0.1, e, 0) if jumps else e
+        return (e / z).astype(dtype), z
+
+    x = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
+    code = lambda *args: planned(trace(lambda x: f(x, *args), [x], -1, "f")[0]).launches[0].source
+    near = code(jnp.bfloat16)
+    assert (
+        "lax::exp_below" in near and "lax::exp(" not in near and "scale_of_divisor" not in near
+    )  # the sum has a 1 in it
+    for args in ((jnp.float32,), (jnp.bfloat16, True)):
+        other = code(*args)
+        assert "lax::exp(" in other and "exp_below" not in other and "scale_of_divisor" in other
+
+
+def test_places_are_compared_within_a_pack():
+    def f(x):
+        row, column = (lax.broadcasted_iota(jnp.int32, x.shape, d) for d in (0, 1))
+        return jnp.where(row >= column + 3, x, 0)
+
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct((8, 64), jnp.float32)], -1, "f")
+    code = planned(function).launches[0].source
+    assert re.search(r"Result\(\)\([^)]*\bfirst\b", code) and "int32_t at, int32_t first)" in code
 
 
 @plans.needs_nvrtc
