@@ -170,7 +170,8 @@ class Drawing:
     def line(self, points: Sequence[tuple[float, float]], colour: str, width: float = 1, dash: str = "") -> None:
         path = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        self.items.append(f'<polyline points="{path}" stroke="{colour}" stroke-width="{width:g}"{dashes}/>')
+        own = "" if width == 1 else f' stroke-width="{width:g}"'  # 1 is SVG's
+        self.items.append(f'<polyline points="{path}" stroke="{colour}"{own}{dashes}/>')
 
     def mark(self, x: float, y: float, who: str, hollow: bool = False, size: float = 4.2) -> None:
         """A marker with its centre at (x, y). Each kind is defined once, and used by reference."""

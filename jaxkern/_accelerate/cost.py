@@ -95,13 +95,14 @@ def bandwidth(gpu) -> float:
     return H200_BANDWIDTH if gpu.l2_bytes == device.H200.l2_bytes else BANDWIDTH
 
 
-def estimate(core, plan, gpu, given=False) -> Estimate:
+def estimate(core, plan, gpu, given=False, apart=False) -> Estimate:
     """core: of the region's row function. plan: of its kernel on a GPU, a `Device`.
 
-    given: whether numbers of rows that the region reads are in memory, where XLA would compute them in its kernel otherwise.
+    given: whether numbers of rows that the region reads are in memory, where XLA would compute them in its kernel otherwise. apart:
+    whether XLA makes a kernel for each array of rows, as for products that read them.
     """
     model = _Model(core, gpu)
-    xla, xla_bytes, kernels = model.xla(given)
+    xla, xla_bytes, kernels = model.xla(given, apart)
     kernel, kernel_bytes, computes = model.kernel(plan)
     return Estimate(xla, kernel, xla_bytes, kernel_bytes, model.bandwidth, kernels=kernels, computes=computes)
 
@@ -173,8 +174,8 @@ class _Model:
 
     # ---- XLA
 
-    def xla(self, given=False):
-        """(seconds, bytes, number) of XLA's kernels. given: see `estimate`."""
+    def xla(self, given=False, apart=False):
+        """(seconds, bytes, number) of XLA's kernels. given, apart: see `estimate`."""
         core = self.core
         kernels = []  # (bytes, factor of their time, operations) of each
         sums = [o for o in core.outputs if o.kind in ("columns", "total")]
@@ -204,7 +205,7 @@ class _Model:
         else:
             for values_ in reduced:
                 kernels.append(self._kernel_of(values_, ()))
-            if values and not self.stages:  # products read its rows: XLA makes a kernel for each array of them
+            if values and apart:
                 kernels += [self._kernel_of([o.value], [o]) for o in late]
             elif values:
                 kernels.append(self._kernel_of(values, late))

@@ -170,8 +170,9 @@ class _Program:
 
     def _tune(self):
         """Puts times in place of the estimates of regions that may win."""
-        near = lambda k: not k.problem and k.estimate.xla >= NEAR * k.estimate.kernel
-        found = {region: kernel for region, kernel in self.kernels.items() if near(kernel)}
+        # Alone, XLA makes one kernel of arrays that it makes apart where products read them.
+        near = lambda region, k: region.reductions and not k.problem and k.estimate.xla >= NEAR * k.estimate.kernel
+        found = {region: kernel for region, kernel in self.kernels.items() if near(region, kernel)}
         tune.prepare([kernel.function for kernel in found.values()])
         for region, kernel in found.items():
             estimate = tune.measured(kernel.function, _estimated(kernel.function, device.this_device())[0])
@@ -236,7 +237,7 @@ class _Program:
             return found._replace(problem="no array of rows is read or written")
         closed = compat_rewriting.closed_jaxpr(with_own_indices(equations), operands, results)
         function = RowFunction(closed, (row, region.axis), LABEL)
-        estimate, problem = _estimated(function, device.this_device())
+        estimate, problem = _estimated(function, device.this_device(), apart=not region.reductions)
         if problem:
             return found._replace(problem=problem)
         return found._replace(function=function, estimate=estimate.beside(moved))
@@ -383,8 +384,8 @@ def _would_fuse(e, v) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _estimated(function, gpu, given=False):
-    """(what the model says of a row function on a GPU, a `Device`, "") or (None, why there is no kernel). given: see cost.py."""
+def _estimated(function, gpu, given=False, apart=False):
+    """(what the model says of a row function on a GPU, a `Device`, "") or (None, why there is no kernel). given, apart: see cost.py."""
     try:
         core = function.core
         outputs = [jax.core.ShapedArray(shape, dtype) for shape, dtype in planning.outputs(function)]
@@ -395,4 +396,4 @@ def _estimated(function, gpu, given=False):
     found = planning.plan(gpu, function.avals, outputs, function=function)
     if found is None:
         return None, f"no kernel for rows takes {len(function.avals)} arrays and returns {len(outputs)} like these"
-    return cost.estimate(core, found, gpu, given), ""
+    return cost.estimate(core, found, gpu, given, apart), ""
