@@ -19,7 +19,7 @@ from row_functions import FUNCTIONS, operands, pairs, rms_norm
 import jaxkern
 from jaxkern import algorithms
 from jaxkern._core import device
-from jaxkern._engines.rows import in_place, plan
+from jaxkern._engines.rows import generate, in_place, plan
 from jaxkern._engines.rows.function import trace
 from jaxkern._engines.rows.primitive import PRIMITIVES
 
@@ -299,6 +299,37 @@ def test_sums_of_exponentials_beside_rows_of_16_bits(width):
     np.testing.assert_allclose(z, exact.sum(-1, keepdims=True), rtol=6e-7)
     wanted = exact / exact.sum(-1, keepdims=True)
     np.testing.assert_allclose(np.asarray(y, np.float64), wanted, rtol=2**-8 + 2**-14, atol=1e-30)
+
+
+@pytest.mark.parametrize(
+    "pivot, near", [(lambda q: q, True), (lambda q: q - 91, False), (lambda q: jnp.maximum(q, 0), False)]
+)
+def test_which_exponentials_are_relative_to_the_largest(pivot, near):
+    def f(x):
+        wide = x.astype(jnp.float32)
+        e = jnp.exp(wide - pivot(jnp.max(wide, -1, keepdims=True)))
+        z = jnp.sum(e, -1, keepdims=True)
+        return (e / z).astype(x.dtype), z
+
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)], -1, "f")
+    assert bool(function.core.relative) == near and bool(function.core.scales) != near
+
+
+@pytest.mark.parametrize(
+    "offsets, within", [([3], True), ([2**30 - 1], True), ([2**30 - 1] * 2, False), ([2**30], False)]
+)
+def test_places_far_from_each_other_are_compared_as_they_are(offsets, within):
+    """Their difference may be none of 32 bits."""
+
+    def f(x):
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, x.shape, d) for d in (0, 1))
+        for offset in offsets:
+            row = row - np.int32(offset)
+        return jnp.where(row <= column, x, 0)
+
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct((4, 1024), jnp.float32)], -1, "f")
+    (call,) = re.findall(r"FResult\(\)\((.*?)\)", generate.source(function.core, "F").text)
+    assert ("first" in call) == within
 
 
 def test_the_same_bits_in_every_run():

@@ -197,8 +197,15 @@ class Core:
         """
         if self.reduces or not self.coarse_rows:
             return frozenset()
-        found = (self._exponential(s.operands[0], p) for p in self._pivots for s in self.passes[p + 1])
+        largest = [p for p, q in self._pivots.items() if self._is_maximum(q)]
+        found = (self._exponential(s.operands[0], p) for p in largest for s in self.passes[p + 1])
         return frozenset(step for step in found if step not in self.precise)
+
+    def _is_maximum(self, q) -> bool:
+        """Whether q is the maximum of a row, and not computed from it."""
+        while q in self.step_of and self.step_of[q].name in (*MOVES, "convert_element_type"):
+            q = self.step_of[q].operands[0]
+        return q in self.step_of and self.step_of[q].name == "reduce_max"
 
     def of_kind(self, kind) -> list:
         return [o for o in self.outputs if o.kind == kind]

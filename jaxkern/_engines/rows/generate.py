@@ -382,13 +382,21 @@ class _Writer:
 
     def _is_place(self, v) -> bool:
         """Whether an integer is a place along a dimension or less than 2^30 beside one, if all dimensions are less than that."""
+        far = self._offset(v)
+        return far is not None and far < _FAR
+
+    def _offset(self, v) -> int | None:
+        """How far an integer is from a place along a dimension, at most; None if it is none."""
         step = self.core.step_of.get(v) if isinstance(v, Value) and v.dtype == np.int32 else None
-        if step is None or step.name in INDICES:
-            return step is not None and all(d.size < _FAR for d in v.dims if d is not None)
+        if step is None:
+            return None
+        if step.name in INDICES:
+            return 0 if all(d.size < _FAR for d in v.dims if d is not None) else None
         if step.name in MOVES:
-            return self._is_place(step.operands[0])
-        steps = [x for x in step.operands if isinstance(x, Constant)] if step.name in ("add", "sub") else []
-        return len(steps) == 1 and abs(int(widened(steps[0])[()])) < _FAR and self._is_place(step.operands[0])
+            return self._offset(step.operands[0])
+        by = [x for x in step.operands if isinstance(x, Constant)] if step.name in ("add", "sub") else []
+        inner = self._offset(step.operands[0]) if len(by) == 1 else None
+        return None if inner is None else inner + abs(int(widened(by[0])[()]))
 
     def _divides(self, step) -> bool:
         """Whether elements are divided by a number of the row."""
