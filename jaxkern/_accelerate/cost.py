@@ -41,7 +41,10 @@ OPERATION, XLA_OPERATION = 0.05e-12, 0.04e-12
 FUNCTION, COARSE_FUNCTION = 12, 5
 # Operations of a quotient of float32, and how many times as long they take where threads share the elements of rows that are not adjacent
 # [Sinkhorn's logsumexp of quotients, float32 8192x8192, H100: 127 us along the last axis, 142 along the first; bytes take 87].
-QUOTIENT, ACROSS = 4, 1.2
+QUOTIENT, ACROSS = 4, 1.15
+# How many times as long as a copy both take for bytes there [a maximum, float32 8192x8192, H100: 104 us, XLA 101, bytes 87; Sinkhorn's
+# logsumexp of quotients, H200: XLA 150 us for 128 by bytes, and 134 along the last axis].
+BYTES_ACROSS = 1.17
 # Seconds for each array of columns that a kernel sums over rows: blocks store partial sums, which a second kernel adds [llama, gradient
 # of a norm, bfloat16 8192x1024, H100: 31 us for 50 MB; gated_norm backward, bfloat16 32768x4096, H200: 338 us for 1342 MB].
 SUMS = 13e-6
@@ -159,7 +162,7 @@ class _Model:
         arithmetic = OPERATION * sum(self._operations(values, known(p), function) for p, values in enumerate(passes))
         arithmetic *= ACROSS if self._is_across() else 1
         launches = len(plan.launches) + bool(core.epilogue)
-        memory = moved * factor / self.bandwidth
+        memory = moved * factor * (BYTES_ACROSS if self._is_across() else 1) / self.bandwidth
         return max(memory, arithmetic) + columns * SUMS + launches * LAUNCH, moved, arithmetic > memory
 
     def _is_across(self) -> bool:
@@ -215,6 +218,7 @@ class _Model:
         moved = sum(b for b, *_ in kernels)
         cached = max(0, moved - self.distinct) * min(1, self.l2 / self.distinct)
         share = (1 - cached / moved) / self.bandwidth if moved else 0
+        share *= BYTES_ACROSS if self._is_across() else 1
         seconds = sum(max(b * factor * share, n * XLA_OPERATION) for b, factor, n in kernels)
         return seconds + launches * LAUNCH, moved, launches
 
