@@ -76,7 +76,7 @@ def test_it_needs_no_more_memory(remat, measured_jaxlib):
 
 @needs_kernels
 def test_arrays_that_do_not_meet_are_left():
-    """Two arrays from one operand, the second of which is made from a product with the first."""
+    """The second array depends on a product that reads the first, so no kernel can write both."""
 
     def f(x, w):
         y = jnp.sin(x @ w)

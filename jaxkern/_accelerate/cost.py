@@ -23,8 +23,8 @@ from jaxkern._engines.rows.core import DEAR
 from jaxkern._engines.rows.picks import PICKS
 
 GAIN = 1.03  # XLA's time over the kernel's, at least, where a region is taken
-# The same of a region that stores what XLA does not, which may have to be there for its gradient, too [a transformer with capped logits,
-# of which four softmaxes gain 4 us each by these estimates, H100: 2103 MB for 1969].
+# The same for a region that stores arrays that XLA does not: its gradient may read them, and they stay in memory until then [a transformer
+# with capped logits, H100: four softmaxes save 4 us each by these estimates, and the program needs 2103 MB, plain 1969].
 STORING_GAIN = 1.1
 # Bytes that a copy moves in a second: on an H200, and on an H100, which stands for all other GPUs.
 H200_BANDWIDTH, BANDWIDTH = 4.2e12, 3.1e12

@@ -16,10 +16,10 @@ IN_FLIGHT_OF_FEW = 72 * 1024  # the same with fewer threads than VECTOR_THREADS:
 AHEAD_WORDS = 128
 OWN_REGISTERS = 48  # per thread, beside those for its values: addresses, counters, temporaries
 MOST_AHEAD, LEAST_AHEAD = 112, 4  # steps that are loaded ahead; 128 spilled
-# Sums over lanes of elements of ys, of which blocks add up as many lanes as they can: lanes of each multiprocessor, at least, and bytes of
-# all terms, which would be in memory; terms that become one, where a larger block finds more; and the time of a grid that leaves
-# multiprocessors idle at its end, over that of one that does not
-# [124 lanes of each: gradient 0.74 ms, 0.72 with sums; forward 0.20 and 0.22; H200].
+# Where ys are sums over lanes, a block adds up its own lanes. SUM_LANES: the fewest lanes for each multiprocessor. SUM_TERMS: the fewest bytes
+# of terms that would be stored otherwise. SUM_COUNT: how many terms become one; a block grows until it holds so many. SUM_WAVES: how much
+# longer the grid may take because its last blocks leave multiprocessors idle.
+# [124 lanes for each multiprocessor, without and with sums: gradient 0.74 and 0.72 ms, forward 0.20 and 0.22 ms; H200]
 SUM_LANES, SUM_TERMS, SUM_COUNT, SUM_WAVES = 96, 32 << 20, 16, 1.25
 BODY = 4000  # statements of an unrolled loop, which compile within seconds
 # Instructions of a thread beyond which no step is loaded ahead: a warp runs at most one in a cycle, and a load from memory takes about 700.

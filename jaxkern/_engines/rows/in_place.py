@@ -8,7 +8,7 @@ IN_PLACE = ("thread", "lanes", "warp", "block", "cluster", "streaming", "split")
 
 
 def in_place(function, algorithm) -> dict:
-    """{operand: output of the kernel} that share memory: those of `function.overwritten` that the kernel writes as they are read."""
+    """{operand: output of the kernel} for the pairs of `function.overwritten` that may share memory with this algorithm."""
     core, program, found = function.core, function.program, {}
     rows = {o.result: k for k, o in enumerate(core.outputs) if o.kind == "row"}
     picks = any(place_of(core, step) is not None for step in core.passes[0]) if core.passes else False
